@@ -1,0 +1,15 @@
+"""relax_tq_rdma: the data plane of a Relax job, switched on layer by layer. See README.md."""
+
+from relax_tq_rdma.errors import DataplaneError, SeamError, StartError, TransferError, UsageError
+from relax_tq_rdma.settings import Settings
+from relax_tq_rdma.version import __version__
+
+__all__ = [
+    "DataplaneError",
+    "SeamError",
+    "Settings",
+    "StartError",
+    "TransferError",
+    "UsageError",
+    "__version__",
+]
