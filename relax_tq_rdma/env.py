@@ -1,0 +1,32 @@
+"""Environment variables of the plugin (prefix ``RTQ_``; ``RELAX_`` and ``SLIME_`` belong to the host).
+
+They hold internals that are not flags: per-node overrides and limits. One registry, so that ``doctor`` and the docs can
+list them all.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable. ``read()`` returns its text, or the default when unset or empty."""
+
+    name: str
+    default: str
+    meaning: str
+
+    def read(self) -> str:
+        return os.environ.get(self.name) or self.default
+
+
+SYSTEM_ROOT = Variable("RTQ_SYSTEM_ROOT", "/", "root of the /sys, /proc and /dev trees the probe inspects on this node")
+LOCAL_HOSTNAME = Variable("RTQ_LOCAL_HOSTNAME", "", "address this node announces to its peers; empty: Ray's node address")
+RUN_DIR = Variable("RTQ_RUN_DIR", "", "folder of run state (master records, port leases, metric snapshots)")
+SEGMENT_MB = Variable("RTQ_SEGMENT_MB", "4096", "Mooncake segment of a process that puts payload, in MiB")
+LOCAL_BUFFER_MB = Variable("RTQ_LOCAL_BUFFER_MB", "256", "Mooncake local buffer of each client process, in MiB")
+METRICS_PORT = Variable("RTQ_METRICS_PORT", "", "port of the node's Prometheus endpoint; empty: nothing listens")
+
+VARIABLES: tuple[Variable, ...] = (SYSTEM_ROOT, LOCAL_HOSTNAME, RUN_DIR, SEGMENT_MB, LOCAL_BUFFER_MB, METRICS_PORT)
