@@ -23,7 +23,9 @@ class Variable:
 
 
 SYSTEM_ROOT = Variable("RTQ_SYSTEM_ROOT", "/", "root of the /sys, /proc and /dev trees the probe inspects on this node")
-LOCAL_HOSTNAME = Variable("RTQ_LOCAL_HOSTNAME", "", "address this node announces to its peers; empty: Ray's node address")
+LOCAL_HOSTNAME = Variable(
+    "RTQ_LOCAL_HOSTNAME", "", "address this node announces to its peers; empty: Ray's node address"
+)
 RUN_DIR = Variable("RTQ_RUN_DIR", "", "folder of run state (master records, port leases, metric snapshots)")
 SEGMENT_MB = Variable("RTQ_SEGMENT_MB", "4096", "Mooncake segment of a process that puts payload, in MiB")
 LOCAL_BUFFER_MB = Variable("RTQ_LOCAL_BUFFER_MB", "256", "Mooncake local buffer of each client process, in MiB")
