@@ -13,7 +13,8 @@ from relax_tq_rdma.errors import UsageError
 from relax_tq_rdma.settings import Settings
 
 Verdict = Literal["reject", "warn", "note", "adjust"]
-"""``reject``: the job does not start; ``warn``: it starts, read this; ``note``: a fact; ``adjust``: a value is ignored."""
+"""``reject``: the job does not start; ``warn``: it starts, but read this; ``note``: a fact; ``adjust``: a value is
+ignored."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,14 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the matrix. ``way_out`` is what the user can type instead; every reject has one."""
+    """One row of the matrix. ``way_out`` is what the user can type instead; every reject has one.
+
+    ``applies`` is ``None`` for a row that flags alone cannot decide: the probe does, see ``transport.decision``.
+    """
 
     verdict: Verdict
     flags: tuple[str, ...]
-    applies: Callable[[Settings, HostFacts], bool]
+    applies: Callable[[Settings, HostFacts], bool] | None
     message: str
     way_out: str
     reference: str
@@ -108,7 +112,7 @@ RULES: tuple[Rule, ...] = (
         ("--tq-mooncake-master-address", "--tq-mooncake-auto-init"),
         lambda s, h: bool(s.mooncake_master_address) and s.mooncake_auto_init == "job-owned",
         "--tq-mooncake-master-address names a running master while --tq-mooncake-auto-init job-owned starts another",
-        "drop one of the two",
+        "drop one of the two flags",
         "RFC §4.2.4",
     ),
     Rule(
@@ -122,7 +126,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reject",
         ("--tq-rdma-mode", "--tq-transport", "--tq-storage-backend"),
-        lambda s, h: False,  # decided by the probe, see transport.decision; listed so that the matrix is complete
+        None,
         "--tq-rdma-mode required and the probe fails on any node: the job exits with 1 and names nodes and checks",
         "mend the named check, or use --tq-rdma-mode auto to degrade instead",
         "RFC §4.7",
@@ -254,7 +258,7 @@ RULES: tuple[Rule, ...] = (
         "note",
         ("--tq-per-rank-fetch", "--tq-dedup-multimodal"),
         lambda s, h: s.dedup_multimodal and s.normalize_multimodal and per_rank_wanted(s, h),
-        "per-rank fetch with dedup: a reference whose source is on another DP shard is fetched by index, once per process",
+        "per-rank fetch with dedup: a reference into another DP shard is fetched by index, once a process",
         "",
         "RFC §4.7 R5, replaced by design §6",
     ),
@@ -281,7 +285,11 @@ NOT_BUILT: tuple[tuple[str, str, Callable[[Settings], bool]], ...] = (
 def findings(settings: Settings, host: HostFacts | None = None) -> list[Finding]:
     """All rules that apply, rejects first, otherwise in the order of :data:`RULES`."""
     facts = host or HostFacts()
-    hits = [Finding(r.verdict, r.flags, r.message, r.way_out, r.reference) for r in RULES if r.applies(settings, facts)]
+    hits = [
+        Finding(rule.verdict, rule.flags, rule.message, rule.way_out, rule.reference)
+        for rule in RULES
+        if rule.applies is not None and rule.applies(settings, facts)
+    ]
     hits += [
         Finding(
             "reject",

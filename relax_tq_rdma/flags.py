@@ -143,7 +143,7 @@ FLAGS: tuple[Flag, ...] = (
         "--tq-mooncake-auto-init",
         "mooncake_auto_init",
         "L1",
-        "never: use the given master and start nothing; job-owned: start a master for this job and stop exactly that one",
+        "never: use the given master, start none; job-owned: start a master for this job and stop exactly that one",
         "never",
         choices=("never", "job-owned"),
     ),
@@ -226,8 +226,8 @@ FLAGS: tuple[Flag, ...] = (
         "--tq-per-rank-fetch",
         "per_rank_fetch",
         "L4",
-        "auto: with simple the host's --per-rank-fetch, with mooncake + multimodal + staging on; host: always the host's "
-        "switch; on/off: as said",
+        "auto: with simple the host's --per-rank-fetch, with mooncake + multimodal + staging on; "
+        "host: always the host's switch; on/off: as said",
         "auto",
         choices=("auto", "host", "on", "off"),
     ),
@@ -252,7 +252,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for flag in FLAGS:
         if flag.name in taken:
             continue
-        help_text = f"[{flag.layer}] {flag.help} (default: {_shown(flag.default)})".replace("%", "%%")
+        help_text = f"[{flag.layer}] {flag.help} (default: {shown(flag.default)})".replace("%", "%%")
         if flag.kind == "switch":
             group.add_argument(flag.name, dest=flag.dest, action="store_true", default=flag.default, help=help_text)
         elif flag.kind == "toggle":
@@ -272,7 +272,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _shown(default: Any) -> str:
+def shown(default: Any) -> str:
+    """A default as people read it: switches are off, empty text is none."""
     if default is False:
         return "off"
     if default == "":

@@ -6,7 +6,7 @@ section, also where ``transfer_queue.init`` is never called (``StreamingDataset`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -48,13 +48,8 @@ def read_section(backend_config: Any) -> tuple[JobSection | None, list[str]]:
     if plain is None:
         return None, []
     if not isinstance(plain, Mapping):
-        from omegaconf import OmegaConf
-
-        plain = OmegaConf.to_container(plain)
-    else:
-        plain = _plain(plain)
-    if not isinstance(plain, Mapping):
         raise StartError(f"backend config key {KEY!r} is not a mapping; was it set by hand?")
+    plain = _plain(plain)
     try:
         settings, notes = Settings.from_dict(plain.get("settings") or {})
         section = msgspec.convert({**plain, "settings": settings.to_dict()}, JobSection)
@@ -72,8 +67,9 @@ def read_section(backend_config: Any) -> tuple[JobSection | None, list[str]]:
 
 
 def _plain(value: Any) -> Any:
+    """Builtins from any nesting of mappings and sequences, OmegaConf's own included."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)) or type(value).__name__ == "ListConfig":
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [_plain(v) for v in value]
     return value

@@ -51,7 +51,7 @@ class RdmaDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The probe's result for one node. ``node`` is a short name for people, ``node_id`` the Ray node id or ``local``."""
+    """The probe's result for one node. ``node`` is a short name for people, ``node_id`` Ray's id or ``local``."""
 
     node: str
     node_id: str

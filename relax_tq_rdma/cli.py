@@ -1,0 +1,94 @@
+"""``relax-tq-rdma``: one entry, one sub-command a task. Exit codes: 0 ok, 1 a check or the job failed, 2 usage."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from relax_tq_rdma.errors import DataplaneError, UsageError
+from relax_tq_rdma.version import __version__
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="The data plane of a Relax job: probe it, run it, measure it.",
+)
+
+# The sub-commands take the job's own flags, so they parse with argparse, the parser of the host.
+_PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"relax-tq-rdma {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def doctor(ctx: typer.Context) -> None:
+    """Probe this node, or with --cluster all nodes, and say what the job would decide and why."""
+    from relax_tq_rdma.doctor.cli import run
+
+    _exit_with(run, ctx.args)
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def demo(ctx: typer.Context) -> None:
+    """Run a small fully-async job on real pictures through real TransferQueue."""
+    from relax_tq_rdma.demo.cli import run
+
+    _exit_with(run, ctx.args)
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def metrics(ctx: typer.Context) -> None:
+    """Show the byte and stage totals of the jobs on this node."""
+    from relax_tq_rdma.accounting.cli import run
+
+    _exit_with(run, ctx.args)
+
+
+def _exit_with(run: Callable[[list[str]], int], argv: list[str]) -> None:
+    try:
+        code = run(list(argv))
+    except UsageError as exc:
+        _complain(exc)
+        code = 2
+    except DataplaneError as exc:
+        _complain(exc)
+        code = 1
+    except KeyboardInterrupt:
+        typer.echo("relax-tq-rdma: interrupted", err=True)
+        code = 130
+    except BrokenPipeError:
+        # The reader (head, less) is gone: not an error of ours, and nothing more can be said to it.
+        sys.stderr.close()
+        code = 141
+    raise typer.Exit(code)
+
+
+def _complain(error: DataplaneError) -> None:
+    for line in str(error).splitlines():
+        typer.echo(f"relax-tq-rdma: error: {line}", err=True)
+
+
+def main() -> None:
+    """Console entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The console entry: help, version, exit codes, no stack traces."""
+
+import subprocess
+import sys
+
+import pytest
+
+from relax_tq_rdma import StartError, UsageError
+from relax_tq_rdma.cli import _exit_with
+
+
+def run(*argv):
+    command = [sys.executable, "-m", "relax_tq_rdma.cli", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_lists_the_commands_and_version_prints():
+    shown = run("--help")
+    assert shown.returncode == 0
+    assert all(name in shown.stdout for name in ("doctor", "demo", "metrics"))
+    assert run("--version").stdout.startswith("relax-tq-rdma ")
+
+
+def test_unknown_command_is_a_usage_error():
+    result = run("doctro")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("error", "code"), [(UsageError("a\nb"), 2), (StartError("c"), 1), (KeyboardInterrupt(), 130)])
+def test_errors_become_sentences_and_exit_codes(error, code, capsys):
+    def fail(argv):
+        raise error
+
+    import typer
+
+    with pytest.raises(typer.Exit) as stop:
+        _exit_with(fail, [])
+    assert stop.value.exit_code == code
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith("relax-tq-rdma: ") for line in lines)

@@ -1,0 +1,113 @@
+"""Every row of the compatibility matrix, by the flags a user types (RFC §4.7 and design §4)."""
+
+import pytest
+
+from relax_tq_rdma import Settings, UsageError, compat
+from relax_tq_rdma.compat import HostFacts
+
+MOONCAKE = ["--tq-storage-backend", "mooncake", "--tq-mooncake-auto-init", "job-owned"]
+RDMA = [*MOONCAKE, "--tq-transport", "rdma", "--tq-rdma-mode", "auto"]
+
+
+def verdicts(argv, host=None, flags=None):
+    found = compat.findings(Settings.from_flags(argv), host)
+    return {f.verdict for f in found if flags is None or set(flags) <= set(f.flags)}
+
+
+@pytest.mark.parametrize(
+    ("argv", "flags"),
+    [
+        (["--tq-dedup-multimodal"], ("--tq-dedup-multimodal", "--tq-normalize-multimodal")),
+        (["--tq-transport", "rdma"], ("--tq-transport", "--tq-storage-backend")),
+        ([*MOONCAKE, "--tq-use-gdr"], ("--tq-use-gdr", "--tq-transport")),
+        (["--tq-storage-backend", "mooncake"], ("--tq-storage-backend", "--tq-mooncake-master-address")),
+        (
+            [*MOONCAKE, "--tq-mooncake-master-address", "h:1"],
+            ("--tq-mooncake-master-address", "--tq-mooncake-auto-init"),
+        ),
+        (["--tq-rdma-mode", "required"], ("--tq-rdma-mode", "--tq-storage-backend")),
+        (
+            [*MOONCAKE, "--tq-per-rank-fetch", "on"],
+            ("--tq-per-rank-fetch", "--tq-host-staging", "--tq-allow-unstaged-per-rank-fetch"),
+        ),
+    ],
+)
+def test_reject_names_both_flags_and_the_way_out(argv, flags):
+    assert "reject" in verdicts(argv, flags=flags)
+    with pytest.raises(UsageError) as err:
+        compat.check(Settings.from_flags(argv))
+    text = str(err.value)
+    assert all(flag in text for flag in flags)
+    rules = [r for r in compat.RULES if r.verdict == "reject" and set(flags) <= set(r.flags)]
+    assert any(r.message in text and r.way_out in text for r in rules)
+
+
+@pytest.mark.parametrize(
+    ("argv", "flags", "verdict"),
+    [
+        ([*RDMA, "--tq-use-gdr"], ("--tq-use-gdr", "--tq-normalize-multimodal"), "warn"),
+        ([*MOONCAKE, "--tq-transport", "rdma"], ("--tq-rdma-mode", "--tq-transport"), "adjust"),
+        ([*MOONCAKE, "--tq-rdma-mode", "auto"], ("--tq-rdma-mode", "--tq-transport"), "note"),
+        (["--tq-rdma-mode", "auto"], ("--tq-rdma-mode", "--tq-storage-backend"), "adjust"),
+        (["--tq-rdma-device", "mlx5_0"], ("--tq-rdma-device",), "adjust"),
+        (["--tq-mooncake-auto-init", "job-owned"], ("--tq-mooncake-auto-init", "--tq-storage-backend"), "adjust"),
+        (["--tq-host-staging"], ("--tq-host-staging", "--tq-storage-backend"), "adjust"),
+        (["--tq-batch-bytes-budget", "1"], ("--tq-batch-bytes-budget", "--tq-normalize-multimodal"), "warn"),
+        (["--tq-dedup-share-view"], ("--tq-dedup-share-view", "--tq-dedup-multimodal"), "adjust"),
+        (
+            [*MOONCAKE, "--tq-per-rank-fetch", "on", "--tq-allow-unstaged-per-rank-fetch"],
+            ("--tq-per-rank-fetch", "--tq-allow-unstaged-per-rank-fetch"),
+            "warn",
+        ),
+        (
+            ["--tq-normalize-multimodal", "--tq-dedup-multimodal", "--tq-per-rank-fetch", "on"],
+            ("--tq-per-rank-fetch", "--tq-dedup-multimodal"),
+            "note",
+        ),
+    ],
+)
+def test_rows_that_let_the_job_start(argv, flags, verdict):
+    assert verdicts(argv, flags=flags) == {verdict}
+
+
+def test_rows_that_need_host_facts():
+    on = ["--tq-per-rank-fetch", "on"]
+    few_units = HostFacts(tensor_parallel=4, num_data_storage_units=2)
+    assert "warn" in verdicts(on, few_units, ("--tq-per-rank-fetch", "--num-data-storage-units"))
+    assert not verdicts(on, HostFacts(tensor_parallel=2, num_data_storage_units=2), ("--num-data-storage-units",))
+    assert "adjust" in verdicts(on, HostFacts(rollout_routed_experts=True), ("--tq-per-rank-fetch",))
+    accounting = ["--dataplane-accounting", "summary"]
+    assert verdicts(accounting, HostFacts(fully_async=False, hybrid=False)) == {"adjust"}
+    assert verdicts(accounting, HostFacts(fully_async=False, hybrid=True)) == set()
+    assert verdicts([], HostFacts(fully_async=False, hybrid=False)) == set()
+
+
+def test_defaults_and_plain_mooncake_are_clean():
+    assert compat.check(Settings()) == []
+    assert compat.check(Settings.from_flags(MOONCAKE)) == []
+    assert compat.check(Settings.from_flags(RDMA)) == []
+
+
+def test_every_reject_has_a_way_out_and_every_rule_a_reference():
+    assert all(r.way_out for r in compat.RULES if r.verdict == "reject")
+    assert all(r.reference and r.message for r in compat.RULES)
+    undecided = [r for r in compat.RULES if r.applies is None]
+    assert [r.verdict for r in undecided] == ["reject"]
+
+
+@pytest.mark.parametrize("flag_layer", compat.NOT_BUILT, ids=lambda row: row[0])
+def test_layers_that_are_not_built_refuse_to_start(flag_layer):
+    flag, layer, _ = flag_layer
+    argv = [flag, *(["1"] if flag == "--tq-batch-bytes-budget" else [])]
+    with pytest.raises(UsageError, match=rf"{flag} \(layer {layer}\) is not available"):
+        compat.check(Settings.from_flags(argv))
+
+
+def test_per_rank_wanted_follows_the_backend():
+    staged = Settings.from_flags([*MOONCAKE, "--tq-host-staging"])
+    assert compat.per_rank_wanted(staged, HostFacts(multimodal=True))
+    assert not compat.per_rank_wanted(staged, HostFacts(multimodal=False))
+    assert not compat.per_rank_wanted(Settings(), HostFacts(multimodal=True))
+    assert compat.per_rank_wanted(Settings(), HostFacts(per_rank_fetch=True))
+    assert not compat.per_rank_wanted(Settings(per_rank_fetch="off"), HostFacts(per_rank_fetch=True))
+    assert compat.per_rank_wanted(Settings(per_rank_fetch="host"), HostFacts(per_rank_fetch=True))
