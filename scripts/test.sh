@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# Set up, then check everything: style and types, unit tests, and integration tests on real TransferQueue, Ray, Mooncake.
+#
+#   scripts/test.sh [all|lint|unit|integration] [pytest arguments]
+#
+# All parts run even when one fails; the table at the end names them. Logs are in .cache/.
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+
+COLOR=no
+[[ -t 1 ]] && COLOR=yes # asked here: each part writes into a pipe
+TABLE=()
+FAILED=0
+PASSED_TESTS=0
+FAILED_TESTS=0
+SKIPPED_TESTS=0
+
+# Runs one part, keeps its log and its result. $1: name; rest: command.
+part() {
+  local name=$1 log=$CACHE/test-$1.log began=$SECONDS state=ok closing
+  shift
+  say "== $name: $*"
+  if ! "$@" 2>&1 </dev/null | tee "$log"; then
+    state=FAILED
+    FAILED=1
+  fi
+  closing=$(sed -E $'s/\e\\[[0-9;]*m//g' "$log" | grep -E '^=* ?[0-9]+ (passed|failed|error|skipped|deselected).* in [0-9.]+' | tail -n 1 |
+    sed -E 's/^=+ | =+$//g') || true
+  PASSED_TESTS=$((PASSED_TESTS + $(count "$closing" passed)))
+  FAILED_TESTS=$((FAILED_TESTS + $(count "$closing" failed) + $(count "$closing" 'errors?')))
+  SKIPPED_TESTS=$((SKIPPED_TESTS + $(count "$closing" skipped)))
+  TABLE+=("$(printf '%-24s %-6s %4d s  %s' "$name" "$state" $((SECONDS - began)) "$closing")")
+}
+
+# The number before a word in pytest's closing line; 0 when it is not there.
+count() {
+  local number
+  number=$(grep -oE "[0-9]+ $2" <<<"$1" | grep -oE '^[0-9]+') || true
+  echo "${number:-0}"
+}
+
+lint() {
+  part ruff "$VENV/bin/ruff" check .
+  part ruff-format "$VENV/bin/ruff" format --check .
+  part mypy "$VENV/bin/mypy"
+  part python-versions python_versions
+}
+
+# Compiles the tree with every supported Python that this machine has. The language level itself is a unit test.
+# shellcheck disable=SC2317  # called through part
+python_versions() {
+  local version python found failed=0
+  for version in 3.10 3.11 3.12; do
+    found=
+    for python in "python$version" "$HOME"/.pyenv/versions/"$version".*/bin/python /usr/bin/"python$version"; do
+      if "$python" -c '' 2>/dev/null; then
+        found=$python
+        break
+      fi
+    done
+    if [[ -n $found ]]; then
+      "$found" scripts/check_python.py || failed=1
+    else
+      echo "Python $version is not installed here: not run (tests/unit/test_metadata.py checks the grammar)"
+    fi
+  done
+  return "$failed"
+}
+
+# shellcheck disable=SC2317  # called through part
+pytest() { "$VENV/bin/python" -m pytest --color="$COLOR" "$@"; }
+
+unit() { part unit pytest tests/unit "$@"; }
+
+integration() {
+  part integration pytest tests/integration "$@"
+  PYTHONPATH=$TQ_OLD_DIR RTQ_TEST_EXPECT_TQ=$TQ_OLD \
+    part "transferqueue-$TQ_OLD" pytest tests -m tq_versions "$@"
+}
+
+main() {
+  local what=all
+  case "${1:-}" in
+    all | lint | unit | integration)
+      what=$1
+      shift
+      ;;
+    "" | -*) ;;
+    *) die "unknown part '$1'; usage: scripts/test.sh [all|lint|unit|integration] [pytest arguments]" ;;
+  esac
+  trap 'say "interrupted"; exit 130' INT
+  "$ROOT/scripts/setup.sh" --test
+  cd -- "$ROOT"
+  unset PYTHONPATH
+  export RTQ_TEST_TQ_0110=$TQ_OLD_DIR RTQ_TEST_MOONCAKE_0310=$MOONCAKE_OLD_DIR
+
+  if [[ $what == all || $what == lint ]]; then lint; fi
+  if [[ $what == all || $what == unit ]]; then unit "$@"; fi
+  if [[ $what == all || $what == integration ]]; then integration "$@"; fi
+
+  say "== result after ${SECONDS} s"
+  printf '%s\n' "${TABLE[@]}"
+  [[ $what == lint ]] || echo "tests: $PASSED_TESTS passed, $FAILED_TESTS failed, $SKIPPED_TESTS skipped"
+  exit $FAILED
+}
+
+main "$@"
