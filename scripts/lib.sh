@@ -93,15 +93,15 @@ venv_is_sound() {
 
 # What a failed pip means for the person in front of it. $1: pip's output.
 explain_pip_failure() {
-  if grep -qE 'torch==[0-9.]+\+cpu' "$1" && grep -q 'No matching distribution' "$1"; then
-    echo "no CPU build of the pinned torch for $("$PYTHON" --version 2>&1) where pip looks (a CUDA build is several GB and" \
-      "never installed unasked): use PYTHON=python3.11, point pip at the wheel with PIP_FIND_LINKS=DIR, or accept the" \
-      "CUDA build with RTQ_SETUP_CUDA=1"
-  elif grep -qiE 'No space left on device' "$1"; then
-    echo "the disk is full: the environment needs about 3 GB under $ROOT"
-  elif grep -qiE 'NewConnectionError|ConnectTimeout|Connection (refused|reset|aborted)|name resolution|Name or service|unreachable|ProxyError|Read timed out|No route to host' "$1"; then
+  if grep -qiE 'NewConnectionError|ConnectTimeout|Connection (refused|reset|aborted)|name resolution|Name or service|unreachable|ProxyError|Read timed out|No route to host' "$1"; then
     echo "the package index cannot be reached: check the network or pip's index and proxy settings, then run this again" \
       "(it goes on where it stopped)"
+  elif grep -qE '(Cannot install|No matching distribution found for) torch==[^ ]+\+cpu' "$1"; then
+    echo "pip finds no CPU build of the pinned torch for $("$PYTHON" --version 2>&1), and a CUDA build (several GB) is never" \
+      "installed unasked: use PYTHON=python3.11, or point pip at the wheel with PIP_FIND_LINKS=DIR, or accept the CUDA" \
+      "build with 'export RTQ_SETUP_CUDA=1'"
+  elif grep -qi 'No space left on device' "$1"; then
+    echo "the disk is full: the environment needs about 3 GB under $ROOT"
   else
     echo "pip failed; the reason is above, its whole output in $1"
   fi

@@ -13,6 +13,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 # Settings of the caller's shell that would send packages elsewhere.
 unset PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX PIP_USER
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+export PIP_RETRIES=${PIP_RETRIES:-2} # offline is said after half a minute, not after two
 
 # Runs pip, shows the lines that mean progress, keeps all of it in a log, and says in a sentence why it failed.
 pip_install() {
