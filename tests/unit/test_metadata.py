@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import relax_tq_rdma
+from relax_tq_rdma.flags import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTION = metadata.distribution("relax-tq-rdma")
@@ -96,6 +97,23 @@ def test_the_pinned_versions_of_the_set_up_lie_in_the_declared_ranges() -> None:
         assert SpecifierSet(ranges[name.lower()]).contains(version), (
             f"{name}=={version} is outside {ranges[name.lower()]}"
         )
+
+
+def test_the_readme_lists_every_flag_with_its_default_and_layer() -> None:
+    rows = re.findall(r"^\| `(--[\w-]+)[^|]*\| ([^|]+) \| (L\d\w?) \|", (ROOT / "README.md").read_text(), re.M)
+    shown = {name: (default.strip("` "), layer) for name, default, layer in rows}
+    words = {False: "off", "": "none"}
+    assert shown == {
+        flag.name: (words.get(flag.default, f"{flag.default}").removesuffix(".0"), flag.layer) for flag in FLAGS
+    }
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda path: path.name
+)
+def test_links_between_the_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 def test_the_package_ships_its_type_marker() -> None:
