@@ -102,10 +102,13 @@ def test_the_pinned_versions_of_the_set_up_lie_in_the_declared_ranges() -> None:
 def test_the_readme_lists_every_flag_with_its_default_and_layer() -> None:
     rows = re.findall(r"^\| `(--[\w-]+)[^|]*\| ([^|]+) \| (L\d\w?) \|", (ROOT / "README.md").read_text(), re.M)
     shown = {name: (default.strip("` "), layer) for name, default, layer in rows}
-    words = {False: "off", "": "none"}
-    assert shown == {
-        flag.name: (words.get(flag.default, f"{flag.default}").removesuffix(".0"), flag.layer) for flag in FLAGS
-    }
+    assert shown == {flag.name: (_as_text(flag.default), flag.layer) for flag in FLAGS}
+
+
+def _as_text(default: object) -> str:
+    if default is False:
+        return "off"
+    return f"{default:g}" if isinstance(default, float) else str(default) or "none"
 
 
 @pytest.mark.parametrize(
