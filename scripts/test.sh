@@ -69,7 +69,7 @@ python_versions() {
 }
 
 # shellcheck disable=SC2317  # called through part
-pytest() { "$VENV/bin/python" -m pytest --color="$COLOR" "$@"; }
+pytest() { "$VENV/bin/python" -m pytest --color="$COLOR" --tb=short "$@"; }
 
 unit() { part unit pytest tests/unit "$@"; }
 

@@ -92,8 +92,7 @@ def test_the_guard_sees_every_way_to_import(source: str, layer: str, caught: boo
 )
 def test_importing_the_plugin_loads_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert loaded.stdout.split() == []
+    assert run_python(code).split() == []
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["doctor", "--explain-flags"]])
@@ -104,5 +103,10 @@ def test_the_command_line_answers_without_anything_heavy(arguments: list[str]) -
         "try:\n    code = main()\nexcept SystemExit as exc:\n    code = exc.code\n"
         f"print('LOADED', code or 0, *sorted(set({HEAVY!r}) & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.splitlines()[-1].split() == ["LOADED", "0"]
+    assert run_python(code).splitlines()[-1].split() == ["LOADED", "0"]
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
