@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from relax_tq_rdma.transport.memory import MemoryPlan
+
 CheckStatus = Literal["ok", "degraded", "missing", "skipped"]
 """``ok``; ``degraded``: usable with a limit; ``missing``: the capability is not there; ``skipped``: not asked for."""
 
@@ -25,7 +27,13 @@ CHECKS: tuple[str, ...] = (
     "shm",  # writable /dev/shm
     "memory",  # free memory against segment + staging
 )
-"""Names of the checks, in display order. They are also the values of the ``check`` field of a fallback record."""
+"""Names of the probe's checks, in display order. A fallback record's ``check`` is one of these or of the next two."""
+
+DERIVED_CHECKS: tuple[str, ...] = ("report", "plugin")
+"""Found by comparing the reports: a node's report is missing, double or unreadable; its plugin version differs."""
+
+STEP_CHECKS: tuple[str, ...] = ("master", "preflight", "controller", "init", "verify")
+"""Steps of the start after the probe that can fail. ``master``: there is no Mooncake master that can be used."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +68,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     mooncake_version: str = ""
     plugin_version: str = ""
     devices: tuple[RdmaDevice, ...] = ()
+    memory: MemoryPlan | None = None
 
     def check(self, name: str) -> Check | None:
         return next((c for c in self.checks if c.name == name), None)
