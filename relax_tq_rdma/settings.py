@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
@@ -99,8 +100,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rdma_devices(self) -> tuple[str, ...]:
-        """``--tq-rdma-device`` as names: trimmed, without duplicates, in the order given (FC-06)."""
-        return tuple(dict.fromkeys(name.strip() for name in self.rdma_device.split(",") if name.strip()))
+        """``--tq-rdma-device`` as names: trimmed, without ports and duplicates, in the order given (FC-06).
+
+        ``mlx5_0:1`` is device ``mlx5_0``: the engine knows names only, the probe looks at the port.
+        """
+        names = (re.sub(r"^(.+?)\s*:\s*\d{1,3}$", r"\1", part.strip()) for part in self.rdma_device.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
 
     @property
     def wants_mooncake(self) -> bool:

@@ -1,0 +1,123 @@
+"""The memory plan: what the Mooncake clients of one node take, before anything is allocated (design §8). Pure.
+
+Upstream mounts a 4 GiB segment and a 1 GiB buffer in *every* client process, so eight ranks take 40 GiB of a node. Here
+a client sets up without a segment and mounts one at its first large put: only producers do. Wheels that cannot mount
+later (no ``allocate_and_mount_segment``) mount at set-up, in every client.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from relax_tq_rdma import env
+from relax_tq_rdma.errors import UsageError
+from relax_tq_rdma.settings import Settings
+
+MIB = 1024 * 1024
+
+
+class ClientSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What one client process allocates, in bytes; ``gpu_staging`` is GPU memory, everything else host memory."""
+
+    segment: int
+    buffer: int
+    staging: int
+    gpu_staging: int
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node needs. ``mounting`` of its ``processes`` hold a segment. Bytes."""
+
+    sizes: ClientSizes
+    processes: int
+    mounting: int
+    lazy: bool
+
+    @property
+    def process_bytes(self) -> int:
+        """Host memory of a process that mounts a segment: what it pins under RDMA."""
+        return self.sizes.segment + self.sizes.buffer + self.sizes.staging
+
+    @property
+    def node_bytes(self) -> int:
+        """Host memory of all client processes of the node."""
+        return self.mounting * self.sizes.segment + self.processes * (self.sizes.buffer + self.sizes.staging)
+
+    @property
+    def largest_region(self) -> int:
+        """The largest single memory registration."""
+        return max(self.sizes.segment, self.sizes.buffer, self.sizes.staging)
+
+
+class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the plan as ``doctor`` shows it. ``where`` is ``host`` or ``gpu``."""
+
+    what: str
+    where: str
+    process_bytes: int
+    processes: int
+    node_bytes: int
+    knob: str
+
+
+def mebibytes(variable: env.Variable) -> int:
+    """Value of a size variable in bytes.
+
+    Raises:
+        UsageError: it is not a whole number of MiB above 0.
+    """
+    text = variable.read().strip()
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise UsageError(f"{variable.name}={text!r}: expected MiB as a whole number above 0, for example 4096")
+    return int(text) * MIB
+
+
+def client_sizes(settings: Settings) -> ClientSizes:
+    """Sizes of each client of a Mooncake job.
+
+    Raises:
+        UsageError: ``RTQ_SEGMENT_MB`` or ``RTQ_LOCAL_BUFFER_MB`` is no size.
+    """
+    return ClientSizes(
+        segment=mebibytes(env.SEGMENT_MB),
+        buffer=mebibytes(env.LOCAL_BUFFER_MB),
+        staging=settings.host_staging_mb * MIB if settings.host_staging else 0,
+        gpu_staging=settings.gdr_staging_mb * MIB if settings.use_gdr else 0,
+    )
+
+
+def plan(settings: Settings, *, processes: int, producers: int, lazy: bool) -> MemoryPlan:
+    """Plan one node.
+
+    Args:
+        settings: the job's settings; meant for a job with the Mooncake backend.
+        processes: client processes of the node (rollout, trainer ranks, controller, ...).
+        producers: those of them that put payload.
+        lazy: the installed wheel can mount a segment after set-up.
+    """
+    mounting = min(producers, processes) if lazy else processes
+    return MemoryPlan(sizes=client_sizes(settings), processes=processes, mounting=mounting, lazy=lazy)
+
+
+def rows(plan: MemoryPlan) -> list[PlanRow]:
+    """The plan as lines; a part that this job does not use is left out."""
+    parts = (
+        ("segment", "host", plan.sizes.segment, plan.mounting, env.SEGMENT_MB.name),
+        ("local buffer", "host", plan.sizes.buffer, plan.processes, env.LOCAL_BUFFER_MB.name),
+        ("host staging", "host", plan.sizes.staging, plan.processes, "--tq-host-staging-mb"),
+        ("GDR staging", "gpu", plan.sizes.gpu_staging, plan.processes, "--tq-gdr-staging-mb"),
+    )
+    return [
+        PlanRow(what=what, where=where, process_bytes=size, processes=count, node_bytes=size * count, knob=knob)
+        for what, where, size, count, knob in parts
+        if size
+    ]
+
+
+def shown(size: float) -> str:
+    """Bytes for people: ``64 KiB``, ``4.0 GiB``."""
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= step:
+            number = size / step
+            return f"{number:.0f} {unit}" if number >= 100 or number == int(number) else f"{number:.1f} {unit}"
+    return f"{size:.0f} B"
