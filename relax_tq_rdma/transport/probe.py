@@ -20,7 +20,7 @@ from relax_tq_rdma.transport import memory as memory_plan
 from relax_tq_rdma.transport.hca import parse_request
 from relax_tq_rdma.transport.mooncake_facts import MooncakeFacts, inspect_mooncake
 from relax_tq_rdma.transport.rdma_checks import check_rdma
-from relax_tq_rdma.transport.report import CHECKS, Check, NodeReport
+from relax_tq_rdma.transport.report import CHECKS, Check, NodeReport, RdmaDevice
 from relax_tq_rdma.transport.sysfs import Tree
 from relax_tq_rdma.transport.verbs import VerbsFacts, query_verbs
 from relax_tq_rdma.version import __version__
@@ -38,7 +38,7 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``node_count``: machines of the job. ``processes_per_node``: client processes of a node, 0: one a GPU and one more,
     at least 2. ``producers_per_node``: those that put payload. ``announce``: the address this node announces, where
     the environment does not name one; empty: found out. ``mooncake_path``: folder to import Mooncake from first.
-    ``survey``: look also at what the job does not ask for. ``limit_seconds``: time for the whole probe.
+    ``limit_seconds``: time for the whole probe.
     """
 
     node_count: int = 1
@@ -46,7 +46,6 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
     producers_per_node: int = 1
     announce: str = ""
     mooncake_path: str = ""
-    survey: bool = False
     limit_seconds: float = _CHILD_SECONDS
 
 
@@ -76,8 +75,8 @@ def probe_node(
     environ = os.environ if environ is None else environ
     tree = Tree(root if root is not None else Path(env.SYSTEM_ROOT.read()))
     asked = _asked(settings)
-    if not asked and not request.survey:
-        skipped = tuple(Check(name=name, status="skipped", evidence=_why_skipped(name, settings)) for name in CHECKS)
+    if not asked:
+        skipped = tuple(_skipped(name, settings) for name in CHECKS)
         return NodeReport(node=node, node_id=node_id, checks=skipped, plugin_version=__version__)
 
     ends = time.monotonic() + request.limit_seconds
@@ -92,21 +91,24 @@ def probe_node(
         producers=request.producers_per_node,
         lazy=mooncake.lazy_mount,
     )
-    verbs = _verbs(tree, left()) if request.survey or "rdma_device" in asked else None
-    rdma, devices = check_rdma(
-        tree,
-        parse_request(settings.rdma_device),
-        environ,
-        largest_region=plan.largest_region,
-        splits_regions=mooncake.release >= SPLITS_REGIONS_SINCE,
-        verbs=verbs,
-    )
+    rdma: dict[str, Check] = {}
+    devices: tuple[RdmaDevice, ...] = ()
+    if "rdma_device" in asked:
+        checks, devices = check_rdma(
+            tree,
+            parse_request(settings.rdma_device),
+            environ,
+            largest_region=plan.largest_region,
+            splits_regions=mooncake.release >= SPLITS_REGIONS_SINCE,
+            verbs=_verbs(tree, left()),
+        )
+        rdma = {check.name: check for check in checks}
     announced = environ.get(env.LOCAL_HOSTNAME.name) or request.announce or address.own_address()
     found: dict[str, Callable[[], Check]] = {
         "mooncake": lambda: _check_mooncake(mooncake),
-        "rdma_device": lambda: rdma[0],
-        "rdma_port": lambda: rdma[1],
-        "rdma_gid": lambda: rdma[2],
+        "rdma_device": lambda: rdma["rdma_device"],
+        "rdma_port": lambda: rdma["rdma_port"],
+        "rdma_gid": lambda: rdma["rdma_gid"],
         "memlock": lambda: host_checks.check_memlock(tree, plan),
         "reachability": lambda: _check_announced(announced, request.node_count, left()),
         "gdr": lambda: host_checks.check_gdr(tree, mooncake),
@@ -117,7 +119,7 @@ def probe_node(
     return NodeReport(
         node=node,
         node_id=node_id,
-        checks=tuple(_gated(name, found[name], name in asked, settings, request.survey) for name in CHECKS),
+        checks=tuple(found[name]() if name in asked else _skipped(name, settings) for name in CHECKS),
         address=announced,
         mooncake_version=mooncake.version,
         plugin_version=__version__,
@@ -146,19 +148,14 @@ def _asked(settings: Settings) -> frozenset[str]:
     return frozenset(asked)
 
 
-def _why_skipped(name: str, settings: Settings) -> str:
+def _skipped(name: str, settings: Settings) -> Check:
     if not settings.wants_mooncake:
-        return "not asked for: the backend is simple"
-    if name == "gdr" and settings.wants_rdma:
-        return "not asked for: --tq-use-gdr is off"
-    return "not asked for: the job does not use RDMA"
-
-
-def _gated(name: str, find: Callable[[], Check], asked: bool, settings: Settings, survey: bool) -> Check:
-    if asked:
-        return find()
-    why = _why_skipped(name, settings)
-    return Check(name=name, status="skipped", evidence=f"{why}; seen: {find().evidence}" if survey else why)
+        why = "the backend is simple"
+    elif name == "gdr" and settings.wants_rdma:
+        why = "--tq-use-gdr is off"
+    else:
+        why = "the job does not use RDMA"
+    return Check(name=name, status="skipped", evidence=f"not asked for: {why}")
 
 
 def _verbs(tree: Tree, limit: float) -> VerbsFacts | None:

@@ -16,6 +16,9 @@ from relax_tq_rdma.transport.report import Check, CheckStatus, RdmaDevice
 from relax_tq_rdma.transport.sysfs import Hca, Tree, read_hcas
 from relax_tq_rdma.transport.verbs import VerbsFacts
 
+_FORCE_TCP = "MC_FORCE_TCP"
+"""Mooncake looks only whether it exists, so an empty or "0" value counts too (transfer_engine_impl.cpp)."""
+
 
 def check_rdma(
     tree: Tree,
@@ -39,6 +42,8 @@ def check_rdma(
     Returns:
         The three checks, and the usable devices in natural order (or in the order asked for).
     """
+    if _FORCE_TCP in environ:
+        return [_forced_tcp(), _nothing_left(PORT), _nothing_left(GID)], ()
     engine = EngineEnv.read(environ)
     hcas = read_hcas(tree)
     if not hcas and not request:
@@ -55,6 +60,15 @@ def check_rdma(
     if device.status == "ok":
         device = _with_region_limit(device, devices, largest_region, splits_regions)
     return [device, port, gid], devices
+
+
+def _forced_tcp() -> Check:
+    return Check(
+        name=DEVICE,
+        status="missing",
+        evidence=f"{_FORCE_TCP} is set: Mooncake then moves bytes over TCP, whatever it is asked for",
+        fix=f"unset {_FORCE_TCP} on this node (where Ray is started)",
+    )
 
 
 def _no_device(tree: Tree) -> Check:

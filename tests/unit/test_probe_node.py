@@ -76,17 +76,6 @@ def test_nothing_is_started_for_a_job_that_asks_for_nothing(tmp_path: Path, monk
     assert set(statuses(probe_node(Settings(), root=tmp_path, node="n")).values()) == {"skipped"}
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_survey_looks_and_still_says_skipped(tmp_path: Path) -> None:
-    report = probe_node(
-        Settings(), root=healthy(tmp_path).root, node="n", request=ProbeRequest(survey=True), environ={}
-    )
-    assert set(statuses(report).values()) == {"skipped"}
-    device = report.check("rdma_device")
-    assert device is not None
-    assert "seen: mlx5_0 opens" in device.evidence
-
-
 BROKEN: dict[str, Any] = {
     "rdma_device": lambda tree: tree.without_rdma(),
     "rdma_port": lambda tree: tree.port_state("1: DOWN"),

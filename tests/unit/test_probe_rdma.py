@@ -92,6 +92,13 @@ def test_a_bad_index_forced_by_the_environment_is_found(tmp_path: Path, variable
     assert usable == []
 
 
+def test_a_variable_that_forces_tcp_is_found(tmp_path: Path) -> None:
+    device, *_, usable = look(healthy(tmp_path), environ={"MC_FORCE_TCP": "0"})
+    assert device.status == "missing"
+    assert "MC_FORCE_TCP is set" in device.evidence
+    assert usable == []
+
+
 def test_the_environment_is_read_as_the_engine_reads_it() -> None:
     assert EngineEnv.read({}) == EngineEnv(port=1, pkey_index=0, gid_index=None)
     assert EngineEnv.read({"MC_GID_INDEX": ""}).gid_index == 0  # atoi("") is 0: the engine takes index 0
