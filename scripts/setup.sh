@@ -43,7 +43,7 @@ install_project() {
   torch=$(grep -E '^torch==' "$CONSTRAINTS")
   # On x86-64 the bare pin also admits the CUDA build. The local version "+cpu" admits only the CPU build.
   [[ $(uname -sm) == "Linux x86_64" && -z ${RTQ_SETUP_CUDA:-} ]] && torch+=+cpu
-  (cd -- "$ROOT" && pip_install -c scripts/constraints.txt "$torch" -e '.[mooncake-cpu,vision,dev]')
+  pip_install -c scripts/constraints.txt "$torch" -e '.[mooncake-cpu,vision,dev]'
 }
 
 # $1: requirement, $2: folder. Whole or not at all: unpacked beside, then renamed.
@@ -59,6 +59,8 @@ main() {
     "" | --test) ;;
     *) die "unknown argument '$*'; usage: scripts/setup.sh [--test]" ;;
   esac
+  trap 'say "interrupted: run it again to go on"; exit 130' INT
+  cd -- "$ROOT"
   require_python
   mkdir -p -- "$CACHE"
   exec 9>"$CACHE/setup.lock"
