@@ -125,6 +125,18 @@ def resolve(host: str, limit: float) -> tuple[Address, ...]:
     return result
 
 
+def dial(endpoint: HostPort, limit: float) -> str:
+    """Why nothing answers at ``endpoint``; empty when a TCP connection opens within ``limit`` seconds."""
+    try:
+        targets = resolve(endpoint.host, limit)
+        with socket.create_connection((str(targets[0]), endpoint.port), timeout=limit):
+            return ""
+    except TimeoutError:
+        return f"{endpoint} does not answer within {limit:g} s"
+    except OSError as exc:
+        return f"{endpoint}: {(exc.strerror or str(exc)).lower()}"
+
+
 def own_address() -> str:
     """The address this node would use towards others (no packet is sent); loopback when it has no route out."""
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):

@@ -17,7 +17,9 @@ from collections.abc import Mapping
 import msgspec
 
 _CODE = """
-import json, pathlib
+import json, pathlib, sys
+if sys.path[0] == "":
+    del sys.path[0]  # the caller's folder, which is not on the caller's own path
 from importlib.metadata import PathDistribution
 facts = {}
 try:
@@ -75,7 +77,8 @@ def inspect_mooncake(limit: float, *, first_path: str = "", environ: Mapping[str
         environ: the child's environment, this process' own by default.
     """
     # The child sees this process' import path: Ray's working_dir and the like may have changed it.
-    path = os.pathsep.join(entry for entry in (first_path, *sys.path) if entry)
+    entries = [entry or os.getcwd() for entry in sys.path]
+    path = os.pathsep.join([first_path, *entries] if first_path else entries)
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CODE],

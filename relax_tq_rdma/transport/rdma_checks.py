@@ -118,9 +118,7 @@ def _unknown(tree: Tree, request: DeviceRequest, hcas: Sequence[Hca]) -> Verdict
 
 
 def _nothing_left(gate: str) -> Check:
-    return Check(
-        name=gate, status="missing", evidence="no device got this far", fix="mend the RDMA check above this one first"
-    )
+    return Check(name=gate, status="missing", evidence="no device got this far", fix="mend the check above")
 
 
 def _gate(gate: str, verdicts: Sequence[Verdict], *, named: bool) -> Check:
@@ -132,21 +130,18 @@ def _gate(gate: str, verdicts: Sequence[Verdict], *, named: bool) -> Check:
     if not reached:
         return _nothing_left(gate)
     good = not failed if named else bool(passed)
-    shown = [", ".join(_passed_text(gate, v) for v in passed)] if passed else []
-    shown += [f"{v.name}: {v.reason}" for v in failed]
+    words = {DEVICE: "opens: ", PORT: "active: ", GID: ""}
+    texts = [words[gate] + ", ".join(_gid_text(v) if gate == GID else v.name for v in passed)] if passed else []
+    texts += [f"{v.name}: {v.reason}" for v in failed]
     return Check(
         name=gate,
         status="ok" if good else "missing",
-        evidence="; ".join(shown),
+        evidence="; ".join(texts),
         fix="" if good else "; ".join(dict.fromkeys(v.fix for v in failed)),
     )
 
 
-def _passed_text(gate: str, verdict: Verdict) -> str:
-    if gate == DEVICE:
-        return f"{verdict.name} opens"
-    if gate == PORT:
-        return f"{verdict.name} active"
+def _gid_text(verdict: Verdict) -> str:
     assert verdict.chosen is not None
     elsewhere = f", {verdict.chosen.netdev} not in this namespace" if verdict.chosen.netdev_here is False else ""
     return f"{verdict.name} GID {verdict.chosen.index} ({gids.describe(verdict.chosen)}{elsewhere})"

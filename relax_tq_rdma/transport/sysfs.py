@@ -19,6 +19,8 @@ from relax_tq_rdma.transport.gid import GidEntry
 _LIMIT = 256 * 1024
 """No file the probe reads is larger; a made-up or wrong tree must not fill the memory."""
 
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 _PERMISSION = (errno.EACCES, errno.EPERM)
 
 
@@ -66,7 +68,9 @@ class Tree:
             return Reading("", describe_os_error(exc))
         finally:
             os.close(fd)
-        return Reading(data.decode("utf-8", "replace").strip("\0 \t\r\n"), "")
+        # What is read here ends up on terminals and in logs: no control characters.
+        text = _UNPRINTABLE.sub("\ufffd", data.decode("utf-8", "replace").strip("\0 \t\r\n"))
+        return Reading(text, "")
 
     def text(self, *parts: str) -> str:
         """Content of a file whose absence and emptiness mean the same."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,14 @@ def test_an_import_that_goes_wrong_in_any_way(tmp_path: Path, module: str, probl
     facts = inspect_mooncake(2 if "sleep" in module else 60, first_path=str(tmp_path))
     assert problem in facts.problem
     assert facts.fix
+
+
+def test_the_current_folder_is_not_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake/__init__.py").write_text("raise RuntimeError('taken from the current folder')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
+    assert inspect_mooncake(60).problem == ""
 
 
 def test_no_store_module(tmp_path: Path) -> None:

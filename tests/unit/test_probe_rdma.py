@@ -293,7 +293,7 @@ def test_requests_are_trimmed_and_deduplicated(text: str | None, requests: list[
         ("eth1", "eth1: is a network interface, not an RDMA device", "use --tq-rdma-device mlx5_1"),
         ("eth5", "eth5: is a network interface without an RDMA device", "use one of"),
         ("../../etc", "does not exist", "use one of"),
-        ("mlx5_0,mlx5_7", "mlx5_0 opens; mlx5_7: does not exist", "did you mean"),
+        ("mlx5_0,mlx5_7", "opens: mlx5_0; mlx5_7: does not exist", "did you mean"),
     ],
 )
 def test_names_are_proved_before_the_engine_sees_them(tmp_path: Path, text: str, evidence: str, fix: str) -> None:

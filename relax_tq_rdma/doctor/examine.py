@@ -1,0 +1,180 @@
+"""What the doctor finds out: probe, decision, matrix, seams. The result is plain data; others print it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from relax_tq_rdma import compat, env
+from relax_tq_rdma.doctor.options import Options
+from relax_tq_rdma.errors import StartError
+from relax_tq_rdma.settings import Settings
+from relax_tq_rdma.summary import start_line
+from relax_tq_rdma.transport import address
+from relax_tq_rdma.transport.decision import Refusal, decide, nodes_ok
+from relax_tq_rdma.transport.findings import unique_names
+from relax_tq_rdma.transport.probe import ProbeRequest, probe_node, with_check
+from relax_tq_rdma.transport.report import Check, Decision, NodeReport
+
+ALL_CAPABILITIES = Settings(storage_backend="mooncake", transport="rdma", rdma_mode="auto", use_gdr=True)
+"""Settings under which every check runs: what could this node do?"""
+
+_QUIET_SECONDS = 2.0
+_DIAL_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything the doctor knows.
+
+    ``nodes`` maps node id to a unique name. ``reports`` are those of the planned job; when it does not use Mooncake
+    they say nothing, and ``capabilities`` holds what the nodes could do instead. ``outcome`` is the engine's own.
+    """
+
+    settings: Settings
+    nodes: Mapping[str, str]
+    reports: tuple[NodeReport, ...]
+    capabilities: tuple[NodeReport, ...]
+    findings: Sequence[compat.Finding]
+    outcome: Decision | Refusal
+    variables: Sequence[tuple[str, str, str]]
+
+    @property
+    def rejects(self) -> list[compat.Finding]:
+        return [finding for finding in self.findings if finding.verdict == "reject"]
+
+    @property
+    def decision(self) -> Decision | None:
+        """What the job would run on; ``None`` when it would not start."""
+        return self.outcome if isinstance(self.outcome, Decision) and not self.rejects else None
+
+    @property
+    def ok(self) -> bool:
+        """The job would start. A degradation in ``auto`` does not change that; it is shown instead."""
+        return self.decision is not None
+
+    @property
+    def refusal(self) -> str:
+        """Why the job would not start; empty when it would."""
+        if self.rejects:
+            return "; ".join(finding.text for finding in self.rejects)
+        return self.outcome.message if isinstance(self.outcome, Refusal) else ""
+
+    @property
+    def start_line(self) -> str:
+        """The start line of that job, before its verification; empty when it would not start."""
+        if self.decision is None:
+            return ""
+        probed = self.settings.wants_mooncake
+        counts = nodes_ok(self.decision, self.settings, self.reports, self.nodes) if probed else None
+        return start_line(self.settings, self.decision, probe=counts)
+
+
+def examine(options: Options, settings: Settings) -> Diagnosis:
+    """Look at this node or the cluster.
+
+    Raises:
+        UsageError: an ``RTQ_*`` size is no number.
+        StartError: ``--cluster`` without Ray or without a running cluster.
+    """
+    asked = settings if settings.wants_mooncake else ALL_CAPABILITIES
+    with progress("probing"):
+        nodes, reports = _probe_cluster(asked) if options.cluster else _probe_here(options, asked)
+    names = unique_names(nodes)
+    complete = tuple(_completed(reports, names))
+    own = complete if settings.wants_mooncake else tuple(_unasked(settings, names))
+    return Diagnosis(
+        settings=settings,
+        nodes=names,
+        reports=own,
+        capabilities=() if settings.wants_mooncake else complete,
+        findings=compat.findings(settings),
+        outcome=decide(settings, [r for r in own if r.checks[0].name != "report"], names),
+        variables=variables(os.environ),
+    )
+
+
+def _probe_here(options: Options, settings: Settings) -> tuple[dict[str, str], list[NodeReport]]:
+    request = ProbeRequest(node_count=options.nodes, processes_per_node=options.processes_per_node)
+    name = socket.gethostname() if str(options.root) == "/" else options.root.name
+    report = probe_node(settings, root=options.root, node=name, node_id="local", request=request)
+    if settings.mooncake_master_address:
+        report = _with_master(report, settings.mooncake_master_address)
+    return {"local": name}, [report]
+
+
+def _with_master(report: NodeReport, master: str) -> NodeReport:
+    """The master counts as a peer: without it the node reaches nothing."""
+    problem = address.dial(address.parse(master), _DIAL_SECONDS)
+    known = report.check("reachability")
+    if not problem or (known is not None and known.status == "missing"):
+        return report
+    return with_check(
+        report,
+        Check(
+            name="reachability",
+            status="missing",
+            evidence=f"the Mooncake master {problem}",
+            fix="start it, mend --tq-mooncake-master-address, or use --tq-mooncake-auto-init job-owned",
+        ),
+    )
+
+
+def _probe_cluster(settings: Settings) -> tuple[dict[str, str], list[NodeReport]]:
+    try:
+        from relax_tq_rdma.transport.agents import probe_cluster
+    except ImportError as exc:
+        raise StartError(
+            f"--cluster needs Ray, which cannot be imported here ({exc}): install it, or drop --cluster"
+        ) from None
+    return probe_cluster(settings, settings.init_timeout_seconds)
+
+
+def _completed(reports: Sequence[NodeReport], names: Mapping[str, str]) -> Iterator[NodeReport]:
+    """One report a node, in the order of the nodes; a silent node gets a report that says so."""
+    by_id = {report.node_id: report for report in reports}
+    for node_id, name in names.items():
+        silent = Check(
+            name="report", status="missing", evidence="no report in time", fix="check this node with: ray status"
+        )
+        report = by_id.get(node_id) or NodeReport(node=name, node_id=node_id, checks=(silent,))
+        yield msgspec.structs.replace(report, node=name)
+
+
+def _unasked(settings: Settings, names: Mapping[str, str]) -> Iterator[NodeReport]:
+    for node_id, name in names.items():
+        yield probe_node(settings, node=name, node_id=node_id)
+
+
+def variables(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Variables set here that change a job: name, value, note. A misspelt ``RTQ_`` name is pointed out."""
+    known = {variable.name: variable for variable in env.VARIABLES}
+    found = []
+    for name in sorted(environ):
+        if name in known or name.startswith("MC_"):
+            found.append((name, environ[name], ""))
+        elif name.startswith("RTQ_"):
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if close:
+                found.append((name, environ[name], f"not known; did you mean {close[0]}?"))
+    return found
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Say on stderr what is going on, once it takes longer than two seconds."""
+    timer = threading.Timer(_QUIET_SECONDS, lambda: print(f"doctor: {what} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
