@@ -161,6 +161,8 @@ def _missing_devices(node: str, report: NodeReport, requested: Sequence[str]) ->
 def _other_versions(versions: Sequence[tuple[str, str]], check: str, label: str) -> list[Finding]:
     """A finding for each node that does not run what most nodes run; a tie goes to the first node in natural order."""
     known = sorted(((node, version) for node, version in versions if version), key=lambda item: _natural(item[0]))
+    if not known and len(versions) == 1:
+        return []  # nothing to compare with
     if not known:
         return [Finding(node, check, f"{label} does not tell its version", _SAME_PLUGIN) for node, _ in versions]
     common, count = Counter(version for _, version in known).most_common(1)[0]

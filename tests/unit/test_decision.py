@@ -160,6 +160,14 @@ def test_no_node_at_all_is_a_doubt_too() -> None:
 def test_versions_no_node_tells_are_a_doubt() -> None:
     decision = decided(asked(), [good(0, mooncake_version=""), good(1, mooncake_version="")], 2)
     assert steps(decision) == [("MooncakeStore/rdma", "SimpleStorage/zmq", "node-0", "mooncake")]
+    assert decided(asked(), [good(0, mooncake_version="")], 1).fallbacks == ()  # nothing to compare it with
+
+
+def test_of_two_versions_that_are_as_common_the_first_node_decides() -> None:
+    reports = [good(10, mooncake_version="0.3.13"), good(2, mooncake_version="0.3.10")]
+    outcome = decide(asked(), reports, {"id-10": "node-10", "id-2": "node-2"})
+    assert steps(outcome) == [("MooncakeStore/rdma", "SimpleStorage/zmq", "node-10", "mooncake")]
+    assert "Mooncake 0.3.13 here, while node-2 has 0.3.10" in outcome.fallbacks[0].reason
 
 
 def test_a_node_without_mooncake_is_not_blamed_twice() -> None:
