@@ -1,0 +1,189 @@
+"""The Ray a demo runs on: one it starts for itself, or a running one that it only borrows.
+
+The embedded Ray binds loopback, shows no dashboard and keeps its files in a folder of its own, so that neither a
+running cluster's files (``/tmp/ray``) nor its address are touched. It is gone when the demo is: Ray's daemons die with
+the driver (Linux parent-death signal), workers with their raylet.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from relax_tq_rdma.demo import signals
+from relax_tq_rdma.errors import StartError
+
+LOOPBACK = "127.0.0.1"
+OBJECT_STORE_BYTES = 128 << 20
+"""The payload does not travel through Ray's object store; weights and results do."""
+
+_SHM = Path("/dev/shm")
+_PREFIX = "rtq-demo-"
+_GOODBYE_SECONDS = 10.0
+_CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``logs`` is the folder of the embedded Ray's logs, ``None`` on a borrowed cluster."""
+
+    logs: Path | None
+
+
+@contextmanager
+def embedded(cpus: int) -> Iterator[Cluster]:
+    """A Ray of our own on this machine with ``cpus`` logical CPUs.
+
+    Its folder is removed at the end; after a failure it stays, for its logs.
+
+    Raises:
+        StartError: /dev/shm is full, or Ray did not start.
+    """
+    import ray
+
+    _require_shm(shutil.disk_usage(_SHM).free)
+    _sweep(Path(_short_tempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{_identity(psutil.Process())}-", dir=_short_tempdir()))
+    before = _children()
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    keep = False
+    try:
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                num_gpus=0,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                namespace=_namespace(),
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(folder),
+            )
+        except Exception as exc:
+            raise StartError(f"Ray did not start ({_first_line(exc)}); its logs are in {folder}") from None
+        signals.listen()
+        yield Cluster(folder / "session_latest" / "logs")
+    except Exception:
+        keep = True
+        raise
+    finally:
+        with signals.ignored():
+            mine = [child for child in _children() if child not in before]
+            ray.shutdown()
+            _reap(mine)
+            if not keep:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def borrowed(address: str, cpus: int) -> Iterator[Cluster]:
+    """A running cluster. Only what this job creates there is ended with it.
+
+    Raises:
+        StartError: nothing answers at ``address``, or it has fewer than ``cpus`` free CPUs.
+    """
+    import ray
+
+    _require_listener(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=_namespace())
+    except Exception as exc:
+        raise StartError(f"cannot join the Ray cluster at {address} ({_first_line(exc)})") from None
+    try:
+        signals.listen()
+        free = ray.available_resources().get("CPU", 0.0)
+        if free < cpus:
+            raise StartError(
+                f"TransferQueue needs {cpus} free CPUs in the Ray cluster (one for its controller, one for each "
+                f"storage unit), {free:g} are free: end other jobs or lower --num-data-storage-units"
+            )
+        yield Cluster(None)
+    finally:
+        with signals.ignored():
+            ray.shutdown()
+
+
+def _namespace() -> str:
+    return f"relax-tq-rdma-demo-{secrets.token_hex(4)}"
+
+
+def _require_shm(free: int) -> None:
+    needed = OBJECT_STORE_BYTES + (32 << 20)
+    if free < needed:
+        raise StartError(
+            f"{_SHM} has {free >> 20} MiB free, the local Ray needs {needed >> 20} MiB: free some, or enlarge it "
+            "(docker run --shm-size=1g)"
+        )
+
+
+def _require_listener(address: str) -> None:
+    """Ray itself waits a minute for an address nobody listens on, and then ends the process."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise StartError(f"--ray-address {address}: expected HOST:PORT of a running Ray head, or auto")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as exc:
+        raise StartError(
+            f"no Ray cluster answers at {address} ({exc.strerror or exc}): is `ray start` running?"
+        ) from None
+
+
+def _short_tempdir() -> str:
+    """Ray puts sockets below its folder, and a socket's path may have 107 characters at most."""
+    wanted = tempfile.gettempdir()
+    return wanted if len(wanted) <= 24 else "/tmp"
+
+
+def _sweep(parent: Path) -> None:
+    """Remove folders of demos that were killed before they could do it themselves."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        owner = folder.name.removeprefix(_PREFIX).rsplit("-", 1)[0]
+        if not _alive(owner):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _identity(process: psutil.Process) -> str:
+    """Pid and start time: a pid alone is reused."""
+    return f"{process.pid}-{int(process.create_time())}"
+
+
+def _alive(identity: str) -> bool:
+    try:
+        return _identity(psutil.Process(int(identity.split("-")[0]))) == identity
+    except (psutil.NoSuchProcess, ValueError):
+        return False
+
+
+def _children() -> list[psutil.Process]:
+    children: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return children
+
+
+def _reap(processes: list[psutil.Process]) -> None:
+    """Wait for our own processes to end, then kill the rest; ``psutil`` checks pid and start time before a signal."""
+    _, alive = psutil.wait_procs(processes, timeout=_GOODBYE_SECONDS)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=_GOODBYE_SECONDS)
+
+
+def _first_line(exc: Exception) -> str:
+    return next(iter(str(exc).strip().splitlines()), type(exc).__name__)
