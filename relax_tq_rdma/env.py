@@ -29,6 +29,33 @@ LOCAL_HOSTNAME = Variable(
 RUN_DIR = Variable("RTQ_RUN_DIR", "", "folder of run state (master records, port leases, metric snapshots)")
 SEGMENT_MB = Variable("RTQ_SEGMENT_MB", "4096", "Mooncake segment of a process that puts payload, in MiB")
 LOCAL_BUFFER_MB = Variable("RTQ_LOCAL_BUFFER_MB", "256", "Mooncake local buffer of each client process, in MiB")
-METRICS_PORT = Variable("RTQ_METRICS_PORT", "", "port of the node's Prometheus endpoint; empty: nothing listens")
+METRICS_PORT = Variable(
+    "RTQ_METRICS_PORT",
+    "",
+    "port, or address:port, of the node's Prometheus endpoint (a port alone binds 127.0.0.1); empty: nothing listens",
+)
+ACCOUNTING_DIR = Variable(
+    "RTQ_ACCOUNTING_DIR", "dataplane-accounting", "folder of the JSON lines of --dataplane-accounting verbose"
+)
+STORE_CALL_SECONDS = Variable(
+    "RTQ_STORE_CALL_SECONDS",
+    "75",
+    "longest time of one Mooncake call, in seconds, and one more for each 16 MiB it moves",
+)
+STORE_WAIT_SECONDS = Variable(
+    "RTQ_STORE_WAIT_SECONDS",
+    "60",
+    "how long a put waits for room, or for the master to drop a dead process's segment, in seconds",
+)
 
-VARIABLES: tuple[Variable, ...] = (SYSTEM_ROOT, LOCAL_HOSTNAME, RUN_DIR, SEGMENT_MB, LOCAL_BUFFER_MB, METRICS_PORT)
+VARIABLES: tuple[Variable, ...] = (
+    SYSTEM_ROOT,
+    LOCAL_HOSTNAME,
+    RUN_DIR,
+    SEGMENT_MB,
+    LOCAL_BUFFER_MB,
+    METRICS_PORT,
+    ACCOUNTING_DIR,
+    STORE_CALL_SECONDS,
+    STORE_WAIT_SECONDS,
+)

@@ -1,0 +1,35 @@
+"""``verbose``: one JSON line per field of a step, in a file of this process (format: ``docs/reference/metrics.md``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from relax_tq_rdma.accounting.notes import reason, say_once
+from relax_tq_rdma.accounting.records import StepSummary
+
+SCHEMA = 1
+
+
+class Journal:
+    """Appends to ``path``. A folder that cannot be written or a full disk costs one warning, never an error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, summary: StepSummary) -> None:
+        head = {"schema": SCHEMA, "step": summary.step, "update": summary.update}
+        lines = [msgspec.json.encode(head | msgspec.to_builtins(flow)) + b"\n" for flow in summary.fields]
+        if not lines:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab") as file:
+                file.write(b"".join(lines))
+        except OSError as exc:
+            say_once(
+                "journal",
+                f"the per-field accounting of this process is not written to {self.path} ({reason(exc)}): "
+                "set RTQ_ACCOUNTING_DIR to a folder that can be written",
+            )
