@@ -1,0 +1,77 @@
+"""What the store's codes mean, and the error that says which values a failed call was about.
+
+Codes: Mooncake's ``mooncake-store/include/types.h``; what each one means in practice: FC-22, FC-24, FC-27, FC-28.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from relax_tq_rdma.errors import TransferError
+
+OK = 0
+NO_SPACE = -200
+INVALID_PARAMS = -600
+NOT_READY = -703
+NOT_FOUND = -704
+REPLICA_GONE = -712
+TRANSFER_FAILED = -800
+RPC_FAILED = -900
+RPC_TIMEOUT = -901
+
+GONE = frozenset({NOT_FOUND, REPLICA_GONE})
+"""The master knows no copy: asking again cannot help."""
+
+MASTER_SILENT = frozenset({RPC_FAILED, RPC_TIMEOUT})
+
+REFUSED = frozenset({-10, -400, INVALID_PARAMS, -601, -602})
+"""The request itself is wrong: asking again cannot help."""
+
+RESTART = "find out what happened to it and restart the job; a running job never changes its backend"
+
+_MEANINGS = {
+    -1: "internal error",
+    NO_SPACE: "no room",
+    INVALID_PARAMS: "invalid parameters",
+    NOT_READY: "not complete",
+    NOT_FOUND: "not found",
+    -705: "exists already",
+    -706: "being read",
+    -707: "lease ran out during the read",
+    REPLICA_GONE: "copy is gone",
+    TRANSFER_FAILED: "transfer failed",
+    RPC_FAILED: "master does not answer",
+    RPC_TIMEOUT: "master does not answer in time",
+}
+
+
+def meaning(code: int) -> str:
+    """A code in words, with the number for the search engine: ``no room (-200)``."""
+    return f"{_MEANINGS.get(code, 'store error')} ({code})"
+
+
+class StoreFault(TransferError):
+    """A store call failed for good.
+
+    ``keys`` are those it is about; the client makes them TransferQueue's own (``index@field``), the manager adds the
+    partition. ``settled``: the engine has surely let go of the memory that the call was given.
+    """
+
+    def __init__(self, cause: str, remedy: str, keys: Iterable[str] = (), *, settled: bool = True) -> None:
+        self.cause, self.remedy, self.keys, self.settled = cause, remedy, tuple(keys), settled
+        super().__init__(f"{where(self.keys)}{cause}: {remedy}")
+
+
+def where(keys: Sequence[str]) -> str:
+    """``field a (rows 3, 4), field b (row 3): `` from ``3@a``, ``4@a``, ``3@b``; empty without keys."""
+    rows: dict[str, list[str]] = {}
+    for key in keys:
+        index, _, field = key.partition("@")
+        rows.setdefault(field or "?", []).append(index)
+    parts = [f"field {field} (row{'s' * (len(found) > 1)} {_some(found, 5)})" for field, found in rows.items()]
+    return f"{_some(parts, 3)}: " if parts else ""
+
+
+def _some(items: Sequence[str], most: int) -> str:
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more

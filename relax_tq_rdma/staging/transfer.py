@@ -1,0 +1,174 @@
+"""Moving one batch of values between memory and the store, until each has arrived or one is given up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from relax_tq_rdma import accounting
+from relax_tq_rdma.accounting import Direction, Path
+from relax_tq_rdma.staging import retry
+from relax_tq_rdma.staging.errors import GONE, NO_SPACE, OK, StoreFault, meaning
+from relax_tq_rdma.staging.regions import Regions
+from relax_tq_rdma.staging.segment import LARGE_PUT_BYTES, Segment
+from relax_tq_rdma.staging.store import CheckedStore
+
+logger = logging.getLogger(__name__)
+
+
+class Buffer(Protocol):
+    """Memory of a value; a contiguous CPU tensor is one."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def data_ptr(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The store with what it takes to move batches. Safe to use from several threads.
+
+    Keys are the store's, each only ever written once. Every method raises
+    :class:`~relax_tq_rdma.staging.errors.StoreFault` with the keys that failed.
+    """
+
+    store: CheckedStore
+    regions: Regions
+    segment: Segment
+    replicas: Any
+    """The store's ``ReplicateConfig`` for values."""
+    master: str
+    wait_limit: float
+    """Seconds a put waits for room, or for a dead process's segment to be dropped."""
+
+    def write(self, keys: Sequence[str], buffers: Sequence[Buffer], path: Path) -> None:
+        """Store each buffer. May also raise :class:`~relax_tq_rdma.staging.regions.Overlap`: then write a copy.
+
+        ``path`` is for the accounting: ``fast`` for tensors, ``slow`` for what had to be packed.
+        """
+        with self._registered("put", path, keys, buffers) as registered:
+            self.upsert(*registered, hold=buffers)
+
+    def read(self, keys: Sequence[str], buffers: Sequence[Buffer], path: Path) -> None:
+        """Fill each buffer with exactly as many bytes as it has."""
+        with self._registered("get", path, keys, buffers) as registered:
+            self.fetch(*registered, hold=buffers)
+
+    def upsert(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int], hold: Any = None) -> None:
+        """Store registered memory; ``hold`` is kept alive while the engine may read it."""
+        if sum(sizes) >= LARGE_PUT_BYTES:
+            self.segment.ensure()
+        size_of = dict(zip(keys, sizes, strict=True))
+
+        def put(keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> dict[str, int]:
+            codes = self.store.batch_upsert_from(keys, pointers, sizes, config=self.replicas, hold=hold)
+            return {key: code for key, code in zip(keys, codes, strict=True) if code != OK}
+
+        def judge(failed: Mapping[str, int], tries: int, waited: float) -> float:
+            full = [key for key, code in failed.items() if code == NO_SPACE]
+            if full and not self.segment.size:
+                self.segment.ensure()  # nobody's segment has room, so bring one
+                return 0.0
+            too_large = [key for key in full if size_of[key] > self.segment.size]
+            pause = retry.pause_before_put(set(failed.values()), tries, waited, self.wait_limit)
+            if pause is None or too_large:
+                self._give_up_put(failed, too_large, size_of, waited)
+            return pause
+
+        self._until_done("put", put, judge, keys, pointers, sizes)
+
+    def fetch(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int], hold: Any = None) -> None:
+        """Read into registered memory; ``hold`` is kept alive while the engine may write it."""
+        size_of = dict(zip(keys, sizes, strict=True))
+
+        def get(keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> dict[str, int]:
+            counts = self.store.batch_get_into(keys, pointers, sizes, hold=hold)
+            return {key: count for key, count in zip(keys, counts, strict=True) if count != size_of[key]}
+
+        def judge(failed: Mapping[str, int], tries: int, waited: float) -> float:
+            pause = retry.pause_before_get(set(failed.values()), tries, waited)
+            if pause is None:
+                self._give_up_get(failed, size_of)
+            return pause
+
+        self._until_done("get", get, judge, keys, pointers, sizes)
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove values; what is not there is fine."""
+
+        def drop(keys: Sequence[str], *_: Sequence[int]) -> dict[str, int]:
+            codes = self.store.batch_remove(keys)
+            return {key: code for key, code in zip(keys, codes, strict=True) if code != OK and code not in GONE}
+
+        def judge(failed: Mapping[str, int], tries: int, waited: float) -> float:
+            pause = retry.pause_before_get(set(failed.values()), tries, waited)
+            if pause is None:
+                code = next(iter(failed.values()))
+                raise StoreFault(*retry.remove_problem(code, self.master), failed)
+            return pause
+
+        self._until_done(None, drop, judge, keys, [0] * len(keys), [0] * len(keys))
+
+    @contextmanager
+    def _registered(
+        self, direction: Direction, path: Path, keys: Sequence[str], buffers: Sequence[Buffer]
+    ) -> Iterator[tuple[list[str], list[int], list[int]]]:
+        """Keys, addresses and sizes of what is registered: empty buffers are left out, the store takes none (-600)."""
+        pairs = [(key, buffer) for key, buffer in zip(keys, buffers, strict=True) if buffer.nbytes]
+        names, pointers = [key for key, _ in pairs], [buffer.data_ptr() for _, buffer in pairs]
+        sizes = [buffer.nbytes for _, buffer in pairs]
+        started = time.perf_counter()
+        with self.regions.hold(pointers, sizes, buffers) as held:
+            if held.new:
+                accounting.record_register(direction, path, time.perf_counter() - started, held.new)
+            try:
+                yield names, pointers, sizes
+            except StoreFault as fault:
+                if not fault.settled:
+                    held.retire()
+                raise
+
+    def _until_done(
+        self,
+        direction: Direction | None,
+        attempt: Callable[[Sequence[str], Sequence[int], Sequence[int]], dict[str, int]],
+        judge: Callable[[Mapping[str, int], int, float], float],
+        keys: Sequence[str],
+        pointers: Sequence[int],
+        sizes: Sequence[int],
+    ) -> None:
+        """Repeat ``attempt`` with what failed, after the pause that ``judge`` gives; ``judge`` raises to give up."""
+        left = list(zip(keys, pointers, sizes, strict=True))
+        tries, since = 0, 0.0
+        while left:
+            failed = attempt([one[0] for one in left], [one[1] for one in left], [one[2] for one in left])
+            left = [one for one in left if one[0] in failed]
+            if left:
+                tries, since = tries + 1, since or time.monotonic()
+                pause = judge(failed, tries, time.monotonic() - since)
+                if direction is not None:
+                    accounting.record_retry(direction)
+                logger.info("%d values failed with %s, trying again", len(failed), meaning(next(iter(failed.values()))))
+                time.sleep(pause)
+
+    def _give_up_put(
+        self, failed: Mapping[str, int], too_large: Sequence[str], size_of: Mapping[str, int], waited: float
+    ) -> NoReturn:
+        codes = list(failed.values())
+        code = NO_SPACE if too_large else max(codes, key=codes.count)
+        keys = too_large or [key for key, found in failed.items() if found == code]
+        need = max(size_of[key] for key in too_large) if too_large else sum(size_of[key] for key in keys)
+        cause, remedy = retry.write_problem(code, need, waited, self.segment.size, self.master)
+        raise StoreFault(cause, remedy, keys, settled=retry.is_settled(codes))
+
+    def _give_up_get(self, failed: Mapping[str, int], size_of: Mapping[str, int]) -> NoReturn:
+        # Of several codes the one that explains most: gone for good, then a wrong length, then the rest.
+        key = min(failed, key=lambda key: (failed[key] not in GONE, failed[key] < 0))
+        cause, remedy = retry.read_problem(failed[key], size_of[key], self.master)
+        same = [other for other, code in failed.items() if code == failed[key]]
+        raise StoreFault(cause, remedy, same, settled=retry.is_settled(failed.values()))

@@ -1,0 +1,143 @@
+"""A fake Mooncake store that refuses what an RDMA engine refuses, where TCP would let it pass (unregistered memory,
+overlapping regions, values of no bytes). Codes are the engine's, as measured on 0.3.13.
+
+``plan`` is a list of functions, one for each batch put or get in turn; each gets that call's codes and returns what the
+caller shall see: dropped, shortened or failed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Codes = list[int]
+
+
+class StrictStore:
+    """The part of ``MooncakeDistributedStore`` that the data plane uses.
+
+    ``room``: bytes that a mounted segment holds; ``mounts``: sizes of the segments mounted so far.
+    """
+
+    def __init__(self, plan: Sequence[Callable[[Codes], Codes]] = (), *, setup_code: int = 0) -> None:
+        self.plan = list(plan)
+        self.setup_code = setup_code
+        self.regions: dict[int, int] = {}
+        self.data: dict[str, bytes] = {}
+        self.mounts: list[int] = []
+        self.calls: list[tuple[str, list[str]]] = []
+        self.refused: list[str] = []
+        self.registered = 0
+        self.closed = 0
+        self.setup_arguments: tuple[Any, ...] = ()
+        self._lock = threading.RLock()
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, *arguments: Any) -> int:
+        self.setup_arguments = arguments
+        if arguments[2]:
+            self.mounts.append(arguments[2])
+        return self.setup_code
+
+    def allocate_and_mount_segment(self, size: int, protocol: str = "tcp", location: str = "") -> dict[str, Any]:
+        self.mounts.append(size)
+        return {"ret": 0, "segment_ids": [f"segment-{len(self.mounts)}"], "allocated_size": size}
+
+    def get_hostname(self) -> str:
+        return "127.0.0.1:1"
+
+    def close(self) -> int:
+        self.closed += 1
+        self.regions.clear()
+        return 0
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def register_buffer(self, pointer: int, size: int) -> int:
+        with self._lock:
+            if not pointer or size <= 0:
+                return self._refuse(-600, "zero region")
+            if any(pointer < first + length and first < pointer + size for first, length in self.regions.items()):
+                return self._refuse(-600, "overlap")
+            self.regions[pointer] = size
+            self.registered += 1
+            return 0
+
+    def unregister_buffer(self, pointer: int) -> int:
+        with self._lock:
+            return 0 if self.regions.pop(pointer, None) else self._refuse(-600, "unknown region")
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def batch_upsert_from(
+        self, keys: list[str], pointers: list[int], sizes: list[int], config: Any = None
+    ) -> list[int]:
+        def put(key: str, pointer: int, size: int) -> int:
+            if not self._covered(pointer, size):
+                return self._refuse(-800, "unregistered source")
+            taken = sum(map(len, self.data.values())) - len(self.data.get(key, b""))
+            if taken + size > sum(self.mounts):
+                return -200
+            self.data[key] = ctypes.string_at(pointer, size)
+            return 0
+
+        return self._batch("put", keys, pointers, sizes, put)
+
+    def batch_get_into(self, keys: list[str], pointers: list[int], sizes: list[int]) -> list[int]:
+        def get(key: str, pointer: int, size: int) -> int:
+            value = self.data.get(key)
+            if value is None:
+                return -704
+            if len(value) > size:
+                return -600
+            if not self._covered(pointer, size):
+                return self._refuse(-800, "unregistered target")
+            ctypes.memmove(pointer, value, len(value))
+            return len(value)
+
+        return self._batch("get", keys, pointers, sizes, get)
+
+    def batch_remove(self, keys: list[str], force: bool = False) -> list[int]:
+        with self._lock:
+            self.calls.append(("remove", list(keys)))
+            codes = [0 if self.data.pop(key, None) is not None else -704 for key in keys]
+            return codes
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        return [int(key in self.data) for key in keys]
+
+    def _batch(
+        self, name: str, keys: list[str], pointers: list[int], sizes: list[int], one: Callable[[str, int, int], int]
+    ) -> list[int]:
+        with self._lock:
+            self.calls.append((name, list(keys)))
+            if not len(keys) == len(pointers) == len(sizes):
+                return [self._refuse(-600, "lengths")] * len(keys)
+            codes = [
+                one(key, pointer, size) if size > 0 else self._refuse(-600, "zero value")
+                for key, pointer, size in zip(keys, pointers, sizes, strict=True)
+            ]
+            return self.plan.pop(0)(codes) if self.plan and not _is_mark(keys) else codes
+
+    def _covered(self, pointer: int, size: int) -> bool:
+        return any(first <= pointer and pointer + size <= first + length for first, length in self.regions.items())
+
+    def _refuse(self, code: int, why: str) -> int:
+        self.refused.append(why)
+        return code
+
+    # --- looking from outside -----------------------------------------------------------------------------------------
+
+    def stored(self) -> list[str]:
+        """What is stored, without the marks that segments write."""
+        return [key for key in self.data if not _is_mark([key])]
+
+    def calls_of(self, name: str) -> list[list[str]]:
+        return [keys for called, keys in self.calls if called == name and not _is_mark(keys)]
+
+
+def _is_mark(keys: list[str]) -> bool:
+    return any("/segment/" in key for key in keys)
