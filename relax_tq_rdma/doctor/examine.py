@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from relax_tq_rdma import compat, env
+from relax_tq_rdma.doctor.cluster import probe_running_cluster
 from relax_tq_rdma.doctor.options import Options
-from relax_tq_rdma.errors import StartError
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.summary import start_line
 from relax_tq_rdma.transport import address
@@ -86,8 +86,10 @@ def examine(options: Options, settings: Settings) -> Diagnosis:
         StartError: ``--cluster`` without Ray or without a running cluster.
     """
     asked = settings if settings.wants_mooncake else ALL_CAPABILITIES
-    with progress("probing"):
-        nodes, reports = _probe_cluster(asked) if options.cluster else _probe_here(options, asked)
+    where = "the nodes of the cluster" if options.cluster else "this node"
+    with progress(f"probing {where}, at most {settings.init_timeout_seconds:g} s"):
+        nodes, reports = probe_running_cluster(asked) if options.cluster else _probe_here(options, asked)
+        reports = _with_master(reports, asked, max(options.nodes, len({report.address for report in reports})))
     names = unique_names(nodes)
     complete = tuple(_completed(reports, names))
     own = complete if settings.wants_mooncake else tuple(_unasked(settings, names))
@@ -103,39 +105,34 @@ def examine(options: Options, settings: Settings) -> Diagnosis:
 
 
 def _probe_here(options: Options, settings: Settings) -> tuple[dict[str, str], list[NodeReport]]:
-    request = ProbeRequest(node_count=options.nodes, processes_per_node=options.processes_per_node)
+    request = ProbeRequest(hosts=options.nodes, processes_per_node=options.processes_per_node)
     name = socket.gethostname() if str(options.root) == "/" else options.root.name
     report = probe_node(settings, root=options.root, node=name, node_id="local", request=request)
-    if settings.mooncake_master_address:
-        report = _with_master(report, settings.mooncake_master_address)
     return {"local": name}, [report]
 
 
-def _with_master(report: NodeReport, master: str) -> NodeReport:
-    """The master counts as a peer: without it the node reaches nothing."""
-    problem = address.dial(address.parse(master), _DIAL_SECONDS)
-    known = report.check("reachability")
-    if not problem or (known is not None and known.status == "missing"):
-        return report
-    return with_check(
-        report,
-        Check(
-            name="reachability",
-            status="missing",
-            evidence=f"the Mooncake master {problem}",
-            fix="start it, mend --tq-mooncake-master-address, or use --tq-mooncake-auto-init job-owned",
-        ),
-    )
+def _master_check(master: str, hosts: int) -> Check | None:
+    """The master counts as a peer of every node; looked at from here. ``None`` when it answers.
+
+    Raises:
+        UsageError: it is not HOST:PORT.
+    """
+    endpoint = address.parse(master)
+    if hosts > 1 and address.is_loopback(endpoint.host):
+        problem = f"{endpoint} is loopback: each node would look for it on itself"
+    else:
+        problem = address.dial(endpoint, _DIAL_SECONDS)
+    fix = "start it, mend --tq-mooncake-master-address, or use --tq-mooncake-auto-init job-owned"
+    evidence = f"the Mooncake master {problem}"
+    return Check(name="reachability", status="missing", evidence=evidence, fix=fix) if problem else None
 
 
-def _probe_cluster(settings: Settings) -> tuple[dict[str, str], list[NodeReport]]:
-    try:
-        from relax_tq_rdma.transport.agents import probe_cluster
-    except ImportError as exc:
-        raise StartError(
-            f"--cluster needs Ray, which cannot be imported here ({exc}): install it, or drop --cluster"
-        ) from None
-    return probe_cluster(settings, settings.init_timeout_seconds)
+def _with_master(reports: Sequence[NodeReport], settings: Settings, hosts: int) -> list[NodeReport]:
+    check = _master_check(settings.mooncake_master_address, hosts) if settings.mooncake_master_address else None
+    if check is None:
+        return list(reports)
+    failed = {r.node_id for r in reports if (known := r.check("reachability")) and known.status == "missing"}
+    return [report if report.node_id in failed else with_check(report, check) for report in reports]
 
 
 def _completed(reports: Sequence[NodeReport], names: Mapping[str, str]) -> Iterator[NodeReport]:
@@ -159,7 +156,7 @@ def variables(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     known = {variable.name: variable for variable in env.VARIABLES}
     found = []
     for name in sorted(environ):
-        if name in known or name.startswith("MC_"):
+        if name in known or name.startswith("MC_") or name == "NCCL_IB_GID_INDEX":  # Mooncake reads that one too
             found.append((name, environ[name], ""))
         elif name.startswith("RTQ_"):
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)

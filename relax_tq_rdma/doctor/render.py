@@ -25,7 +25,7 @@ def render(diagnosis: Diagnosis, file: TextIO | None = None) -> None:
     """Print the whole diagnosis."""
     with plain_lines(file) as console:
         if diagnosis.capabilities:
-            _title(console, f"{_where(diagnosis.capabilities)}: possible there (the job as flagged uses none of it)")
+            _title(console, f"{_where(diagnosis.capabilities)}: what is possible (the job as flagged uses none of it)")
             console.print(_checks_table(diagnosis.capabilities, console.width))
         else:
             _title(console, _where(diagnosis.reports))

@@ -35,13 +35,13 @@ _CHILD_SECONDS = 20.0
 class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the asker knows about the job, the same for all nodes. It crosses to the nodes as plain data.
 
-    ``node_count``: machines of the job. ``processes_per_node``: client processes of a node, 0: one a GPU and one more,
+    ``hosts``: machines of the job. ``processes_per_node``: client processes of a node, 0: one a GPU and one more,
     at least 2. ``producers_per_node``: those that put payload. ``announce``: the address this node announces, where
     the environment does not name one; empty: found out. ``mooncake_path``: folder to import Mooncake from first.
     ``limit_seconds``: time for the whole probe.
     """
 
-    node_count: int = 1
+    hosts: int = 1
     processes_per_node: int = 0
     producers_per_node: int = 1
     announce: str = ""
@@ -110,7 +110,7 @@ def probe_node(
         "rdma_port": lambda: rdma["rdma_port"],
         "rdma_gid": lambda: rdma["rdma_gid"],
         "memlock": lambda: host_checks.check_memlock(tree, plan),
-        "reachability": lambda: _check_announced(announced, request.node_count, left()),
+        "reachability": lambda: _check_announced(announced, request.hosts, left()),
         "gdr": lambda: host_checks.check_gdr(tree, mooncake),
         "memcpy_hazard": lambda: host_checks.check_memcpy_hazard(environ, mooncake),
         "shm": lambda: host_checks.check_shm(tree),

@@ -101,11 +101,11 @@ def test_one_thing_broken_is_one_check_missing(tmp_path: Path, check: str) -> No
 @pytest.mark.usefixtures("installed")
 def test_the_announced_address(tmp_path: Path) -> None:
     root = healthy(tmp_path).root
-    two = ProbeRequest(node_count=2, announce="localhost")
+    two = ProbeRequest(hosts=2, announce="localhost")
     loopback = probe_node(TCP, root=root, node="n", request=two, environ={}).check("reachability")
     assert loopback is not None
     assert (loopback.status, "RTQ_LOCAL_HOSTNAME" in loopback.fix) == ("missing", True)
-    one = ProbeRequest(node_count=1, announce="localhost")
+    one = ProbeRequest(hosts=1, announce="localhost")
     assert statuses(probe_node(TCP, root=root, node="n", request=one, environ={}))["reachability"] == "ok"
     own = probe_node(TCP, root=root, node="n", request=one, environ={"RTQ_LOCAL_HOSTNAME": "::1"})
     assert own.address == "::1", "each node's own setting goes first"
