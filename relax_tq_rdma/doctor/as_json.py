@@ -33,6 +33,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
             }
             for f in diagnosis.findings
         ],
+        "seams": msgspec.to_builtins(list(diagnosis.seams)),
         "memory_plan": [_plan(report) for report in diagnosis.reports if report.memory is not None],
         "capabilities": [_node(report) for report in diagnosis.capabilities],
         "variables": [{"name": n, "value": v, "note": note} for n, v, note in diagnosis.variables],

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +16,8 @@ import msgspec
 from relax_tq_rdma import compat, env
 from relax_tq_rdma.doctor.cluster import probe_running_cluster
 from relax_tq_rdma.doctor.options import Options
+from relax_tq_rdma.seams import SeamReport, reports
+from relax_tq_rdma.seams.base import installed_transfer_queue
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.summary import start_line
 from relax_tq_rdma.transport import address
@@ -36,7 +38,8 @@ class Diagnosis:
     """Everything the doctor knows.
 
     ``nodes`` maps node id to a unique name. ``reports`` are those of the planned job; when it does not use Mooncake
-    they say nothing, and ``capabilities`` holds what the nodes could do instead. ``outcome`` is the engine's own.
+    they say nothing, and ``capabilities`` holds what the nodes could do instead. ``seams`` is empty when no layer is
+    on. ``outcome`` is the engine's own.
     """
 
     settings: Settings
@@ -44,6 +47,7 @@ class Diagnosis:
     reports: tuple[NodeReport, ...]
     capabilities: tuple[NodeReport, ...]
     findings: Sequence[compat.Finding]
+    seams: Sequence[SeamReport]
     outcome: Decision | Refusal
     variables: Sequence[tuple[str, str, str]]
 
@@ -54,7 +58,7 @@ class Diagnosis:
     @property
     def decision(self) -> Decision | None:
         """What the job would run on; ``None`` when it would not start."""
-        return self.outcome if isinstance(self.outcome, Decision) and not self.rejects else None
+        return self.outcome if isinstance(self.outcome, Decision) and not self.refusal else None
 
     @property
     def ok(self) -> bool:
@@ -64,9 +68,10 @@ class Diagnosis:
     @property
     def refusal(self) -> str:
         """Why the job would not start; empty when it would."""
-        if self.rejects:
-            return "; ".join(finding.text for finding in self.rejects)
-        return self.outcome.message if isinstance(self.outcome, Refusal) else ""
+        reasons = [finding.text for finding in self.rejects] or [seam.text for seam in self.seams if not seam.ok]
+        if not reasons and isinstance(self.outcome, Refusal):
+            reasons = [self.outcome.message]
+        return "; ".join(reasons)
 
     @property
     def start_line(self) -> str:
@@ -88,10 +93,10 @@ def examine(options: Options, settings: Settings) -> Diagnosis:
     asked = settings if settings.wants_mooncake else ALL_CAPABILITIES
     where = "the nodes of the cluster" if options.cluster else "this node"
     with progress(f"probing {where}, at most {settings.init_timeout_seconds:g} s"):
-        nodes, reports = probe_running_cluster(asked) if options.cluster else _probe_here(options, asked)
-        reports = _with_master(reports, asked, max(options.nodes, len({report.address for report in reports})))
+        nodes, found = probe_running_cluster(asked) if options.cluster else _probe_here(options, asked)
+        found = _with_master(found, asked, max(options.nodes, len({report.address for report in found})))
     names = unique_names(nodes)
-    complete = tuple(_completed(reports, names))
+    complete = tuple(_completed(found, names))
     own = complete if settings.wants_mooncake else tuple(_unasked(settings, names))
     return Diagnosis(
         settings=settings,
@@ -99,9 +104,28 @@ def examine(options: Options, settings: Settings) -> Diagnosis:
         reports=own,
         capabilities=() if settings.wants_mooncake else complete,
         findings=compat.findings(settings),
+        seams=[] if settings.touches_nothing else _seams(),
         outcome=decide(settings, [r for r in own if r.checks[0].name != "report"], names),
         variables=variables(os.environ),
     )
+
+
+def _seams() -> list[SeamReport]:
+    """Where the layers of this job would attach. Costs the import of TransferQueue, and with it of torch."""
+    # stdout belongs to the result: what a library prints while it is imported goes elsewhere.
+    with progress("importing TransferQueue to check its seams"), redirect_stdout(sys.stderr):
+        try:
+            return reports()
+        except ImportError as exc:
+            return [
+                SeamReport(
+                    name="TransferQueue",
+                    ok=False,
+                    installed=installed_transfer_queue(),
+                    expected="that it can be imported",
+                    found=str(exc),
+                )
+            ]
 
 
 def _probe_here(options: Options, settings: Settings) -> tuple[dict[str, str], list[NodeReport]]:

@@ -32,6 +32,7 @@ def render(diagnosis: Diagnosis, file: TextIO | None = None) -> None:
             console.print(_checks_table(diagnosis.reports, console.width))
             _memory(console, diagnosis.reports)
         _findings(console, diagnosis)
+        _seams(console, diagnosis)
         _variables(console, diagnosis)
         _verdict(console, diagnosis)
 
@@ -139,6 +140,20 @@ def _findings(console: Console, diagnosis: Diagnosis) -> None:
         style = {"reject": "bold red", "warn": "yellow"}.get(finding.verdict, "dim")
         table.add_row(Text(finding.verdict, style=style), Text(finding.text))
     console.print(table)
+
+
+def _seams(console: Console, diagnosis: Diagnosis) -> None:
+    if not diagnosis.seams:
+        return
+    console.print()
+    _title(console, "seams")
+    good = [seam for seam in diagnosis.seams if seam.ok]
+    if good:
+        names = ", ".join(seam.name for seam in good)
+        console.print(Text.assemble(("ok  ", "green"), f"{names}: {good[0].installed}"))
+    for seam in diagnosis.seams:
+        if not seam.ok:
+            console.print(Text.assemble(("FAILED  ", "bold red"), seam.text))
 
 
 def _variables(console: Console, diagnosis: Diagnosis) -> None:

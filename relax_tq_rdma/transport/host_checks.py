@@ -179,7 +179,12 @@ def check_gdr(tree: Tree, mooncake: MooncakeFacts) -> Check:
         bool(re.fullmatch(r"nvidia\d+", entry)) for entry in tree.names("dev")
     )
     if not gpus:
-        return Check(name=name, status="missing", evidence="no CUDA device on this node", fix="use nodes with a GPU; without one GDR stays off")
+        return Check(
+            name=name,
+            status="missing",
+            evidence="no CUDA device on this node",
+            fix="use nodes with a GPU; without one GDR stays off",
+        )
     if mooncake.version and not mooncake.has_cuda:
         text = f"Mooncake {mooncake.version} is the build without CUDA"
         return Check(name=name, status="missing", evidence=text, fix="install mooncake-transfer-engine (CUDA)")

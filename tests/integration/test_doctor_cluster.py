@@ -17,7 +17,8 @@ from tests.fake_tree import healthy
 
 pytestmark = pytest.mark.integration
 
-AUTO = "--tq-storage-backend mooncake --tq-mooncake-auto-init job-owned --tq-transport rdma --tq-rdma-mode auto".split()
+MOONCAKE = ["--tq-storage-backend", "mooncake", "--tq-mooncake-auto-init", "job-owned"]
+AUTO = [*MOONCAKE, "--tq-transport", "rdma", "--tq-rdma-mode", "auto"]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,7 @@ def test_every_node_is_looked_at_and_the_worst_one_decides(address: str) -> None
     code, out, err = doctor(address, *AUTO)
     assert code == 0, err
     assert len({node["node"] for node in out["nodes"]}) == 4
+    assert [seam["ok"] for seam in out["seams"]] == [True, True]
     found = [{c["name"]: c["status"] for c in node["checks"]} for node in out["nodes"]]
     assert sorted(f["rdma_port"] for f in found) == ["missing", "ok", "ok", "ok"]
     assert sorted(f["memlock"] for f in found) == ["missing", "ok", "ok", "ok"]
