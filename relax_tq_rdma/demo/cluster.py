@@ -18,18 +18,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from relax_tq_rdma.demo import signals
 from relax_tq_rdma.errors import StartError
+from relax_tq_rdma.transport.process import ProcessId, own_id
 
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 128 << 20
 """The payload does not travel through Ray's object store; weights and results do."""
 
 _SHM = Path("/dev/shm")
-_PREFIX = "rtq-demo-"
-_GOODBYE_SECONDS = 10.0
+_PREFIX = "rtq-ray-"
+_OWNER = "owner.json"
+_SHORT = 16
+"""Longest folder for temporary files that can be used: Ray's socket paths below may have 107 characters."""
+
+_GOODBYE_SECONDS = 3.0
 _CONNECT_SECONDS = 5.0
 
 
@@ -52,8 +58,9 @@ def embedded(cpus: int) -> Iterator[Cluster]:
     import ray
 
     _require_shm(shutil.disk_usage(_SHM).free)
-    _sweep(Path(_short_tempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{_identity(psutil.Process())}-", dir=_short_tempdir()))
+    parent = _short_tempdir()
+    _sweep(parent)
+    folder = _make_folder(parent)
     before = _children()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     keep = False
@@ -143,30 +150,32 @@ def _require_listener(address: str) -> None:
         ) from None
 
 
-def _short_tempdir() -> str:
-    """Ray puts sockets below its folder, and a socket's path may have 107 characters at most."""
+def _short_tempdir() -> Path:
     wanted = tempfile.gettempdir()
-    return wanted if len(wanted) <= 24 else "/tmp"
+    return Path(wanted if len(wanted) <= _SHORT else "/tmp")
+
+
+def _make_folder(parent: Path) -> Path:
+    """A folder of this process alone; a run that is killed outright leaves it to the next one to remove."""
+    owner = own_id()
+    folder = parent / f"{_PREFIX}{owner.pid}-{owner.start_ticks}"
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as exc:
+        raise StartError(f"folder {folder} for Ray's files cannot be made ({exc.strerror}): set TMPDIR") from None
+    (folder / _OWNER).write_bytes(msgspec.json.encode(owner))
+    return folder
 
 
 def _sweep(parent: Path) -> None:
-    """Remove folders of demos that were killed before they could do it themselves."""
+    """Remove the folders of runs that were killed before they could do it themselves."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        owner = folder.name.removeprefix(_PREFIX).rsplit("-", 1)[0]
-        if not _alive(owner):
+        try:
+            owner = msgspec.json.decode((folder / _OWNER).read_bytes(), type=ProcessId)
+        except (OSError, msgspec.DecodeError):
+            continue  # not ours to judge
+        if owner.of_this_boot and not owner.alive():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _identity(process: psutil.Process) -> str:
-    """Pid and start time: a pid alone is reused."""
-    return f"{process.pid}-{int(process.create_time())}"
-
-
-def _alive(identity: str) -> bool:
-    try:
-        return _identity(psutil.Process(int(identity.split("-")[0]))) == identity
-    except (psutil.NoSuchProcess, ValueError):
-        return False
 
 
 def _children() -> list[psutil.Process]:
