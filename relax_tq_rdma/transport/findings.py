@@ -148,8 +148,8 @@ def _failing_checks(node: str, report: NodeReport, wanted: Sequence[str]) -> lis
 
 
 def _missing_devices(node: str, report: NodeReport, requested: Sequence[str]) -> list[Finding]:
-    if not _passed(report, "rdma_device"):
-        return []  # said by the check itself
+    if not all(_passed(report, check) for check in ("rdma_device", "rdma_port", "rdma_gid")):
+        return []  # the check that refused the device says so itself, and better
     usable = sorted({device.name for device in report.devices}, key=_natural)
     absent = [name for name in requested if name not in usable]
     if absent:
