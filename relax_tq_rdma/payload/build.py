@@ -1,0 +1,172 @@
+"""Header entries into values over a row's memory.
+
+A built tensor or array is a view of the row's memory and keeps it alive, yet its storage is exactly its own bytes: so
+``pickle``, ``deepcopy``, ``torch.save`` and Ray carry those and nothing else of the arena.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relax_tq_rdma.payload.dtypes import NUMPY_DTYPES, TORCH_KINDS, TorchKind
+from relax_tq_rdma.payload.format import (
+    ALIGN,
+    CHECKSUM_BLOCK,
+    ArrayEntry,
+    DictEntry,
+    Entry,
+    Frame,
+    ListEntry,
+    RawEntry,
+    RowFormatError,
+    ScalarEntry,
+    TensorEntry,
+    TupleEntry,
+)
+
+_CPU = torch.device("cpu")
+
+
+class _Builder(ABC):
+    """One pass over a row's entries. Everything a header can claim is checked before memory is touched."""
+
+    __slots__ = ("_end", "_limit", "_start")
+
+    def __init__(self, frame: Frame) -> None:
+        header = frame.header
+        self._start = frame.start
+        self._limit = header.size - CHECKSUM_BLOCK if header.checksum else header.size
+        self._end = 0  # of the entries built so far: a later one must not overlap them
+
+    @abstractmethod
+    def _tensor_at(self, kind: TorchKind, entry: TensorEntry) -> Tensor: ...
+
+    @abstractmethod
+    def _array_at(self, dtype: np.dtype[Any], entry: ArrayEntry) -> np.ndarray[Any, Any]: ...
+
+    @property
+    def _device(self) -> torch.device:
+        return _CPU
+
+    def build(self, entries: list[Entry]) -> dict[Any, Any]:
+        out = {entry.key: _BUILD[type(entry)](self, entry) for entry in entries}
+        if len(out) != len(entries):
+            raise RowFormatError("the row's header names a key twice")
+        return out
+
+    def _raw(self, entry: RawEntry) -> Any:
+        return entry.value
+
+    def _tensor(self, entry: TensorEntry) -> Tensor:
+        kind = TORCH_KINDS.get(entry.dtype)
+        if kind is None:
+            raise RowFormatError(f"{entry.key!r} has dtype {entry.dtype!r}, which this torch version does not have")
+        self._check(entry, kind.itemsize)
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=kind.dtype, device=self._device)
+        return self._tensor_at(kind, entry)
+
+    def _array(self, entry: ArrayEntry) -> np.ndarray[Any, Any]:
+        dtype = NUMPY_DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise RowFormatError(f"{entry.key!r} has the unknown numpy dtype {entry.dtype!r}")
+        self._check(entry, dtype.itemsize)
+        if not entry.nbytes:
+            return np.empty(entry.shape, dtype)
+        return self._array_at(dtype, entry)
+
+    def _list(self, entry: ListEntry) -> list[Any]:
+        return [_BUILD[type(item)](self, item) for item in entry.items]
+
+    def _dict(self, entry: DictEntry) -> dict[Any, Any]:
+        return self.build(entry.items)
+
+    def _tuple(self, entry: TupleEntry) -> tuple[Any, ...]:
+        items = _BUILD[type(entry.of)](self, entry.of)
+        if type(items) is not list:
+            raise RowFormatError("the row's header has a tuple that is not made of a list")
+        return tuple(items)
+
+    def _scalar(self, entry: ScalarEntry) -> Any:
+        dtype = NUMPY_DTYPES.get(entry.dtype)
+        if dtype is None or len(entry.value) != dtype.itemsize:
+            raise RowFormatError(f"{entry.key!r}: {len(entry.value)} bytes are not a numpy scalar {entry.dtype!r}")
+        return np.frombuffer(entry.value, dtype)[0]
+
+    def _check(self, entry: TensorEntry | ArrayEntry, itemsize: int) -> None:
+        """Shape fits bytes; bytes lie in the data section, aligned, after those of the entry before."""
+        offset, nbytes = entry.offset, entry.nbytes
+        if math.prod(entry.shape) * itemsize != nbytes:
+            raise RowFormatError(f"{entry.key!r}: shape {entry.shape} of {entry.dtype} is not {nbytes} bytes")
+        if nbytes:
+            if offset < self._end or offset % ALIGN or offset + nbytes > self._limit:
+                raise RowFormatError(
+                    f"{entry.key!r}: bytes {offset} to {offset + nbytes} are misaligned, overlap another entry or "
+                    f"leave the row's {self._limit} bytes of data"
+                )
+            self._end = offset + nbytes
+
+
+_BUILD: dict[type, Callable[[_Builder, Any], Any]] = {
+    TensorEntry: _Builder._tensor,
+    ArrayEntry: _Builder._array,
+    ScalarEntry: _Builder._scalar,
+    RawEntry: _Builder._raw,
+    ListEntry: _Builder._list,
+    TupleEntry: _Builder._tuple,
+    DictEntry: _Builder._dict,
+}
+
+
+class HostBuilder(_Builder):
+    """Values over host memory."""
+
+    __slots__ = ("_view",)
+
+    def __init__(self, view: memoryview, frame: Frame) -> None:
+        super().__init__(frame)
+        self._view = view
+
+    def _tensor_at(self, kind: TorchKind, entry: TensorEntry) -> Tensor:
+        at = self._start + entry.offset
+        if kind.numpy is not None:  # half the cost of frombuffer for a shape of several dimensions
+            return torch.from_numpy(np.ndarray(entry.shape, kind.numpy, self._view, at))
+        flat = torch.frombuffer(self._view, dtype=kind.dtype, count=entry.nbytes // kind.itemsize, offset=at)
+        return flat.resize_(
+            entry.shape
+        )  # as many elements: sets the shape only, and leaves no base tensor as view does
+
+    def _array_at(self, dtype: np.dtype[Any], entry: ArrayEntry) -> np.ndarray[Any, Any]:
+        array: np.ndarray[Any, Any] = np.ndarray(entry.shape, dtype, self._view, self._start + entry.offset)
+        return array
+
+
+class DeviceBuilder(_Builder):
+    """Values over a row in device memory: tensors stay there, arrays are copied to the host."""
+
+    __slots__ = ("_row",)
+
+    def __init__(self, row: Tensor, frame: Frame) -> None:
+        super().__init__(frame)
+        self._row = row
+
+    @property
+    def _device(self) -> torch.device:
+        return self._row.device
+
+    def _tensor_at(self, kind: TorchKind, entry: TensorEntry) -> Tensor:
+        begin = self._row.storage_offset() + self._start + entry.offset
+        own: Any = self._row.untyped_storage()[begin : begin + entry.nbytes]  # its own storage over the same memory
+        return torch.empty(0, dtype=kind.dtype, device=self._row.device).set_(own).resize_(entry.shape)
+
+    def _array_at(self, dtype: np.dtype[Any], entry: ArrayEntry) -> np.ndarray[Any, Any]:
+        begin = self._start + entry.offset
+        data: np.ndarray[Any, Any] = self._row[begin : begin + entry.nbytes].cpu().numpy()
+        return data.view(dtype).reshape(entry.shape)

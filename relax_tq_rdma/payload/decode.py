@@ -1,0 +1,133 @@
+"""Rows back into dicts, without a copy, every tensor with its own storage (design §6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relax_tq_rdma.payload.build import DeviceBuilder, HostBuilder
+from relax_tq_rdma.payload.format import (
+    Frame,
+    Header,
+    Reference,
+    RowFormatError,
+    frame_nbytes,
+    is_row,
+    parse_frame,
+    payload_crc,
+)
+
+_HEAD_BYTES = 4096  # of a row on a device: nearly every header fits, so one small copy reads it
+
+
+def decode_row(row: Tensor | memoryview, *, copy: bool = False) -> dict[Any, Any] | None:
+    """Decode one row.
+
+    Args:
+        row: a whole encoded row, a contiguous 1-D uint8 tensor (CPU or CUDA) or a memoryview.
+        copy: give the result memory of its own (one copy of the row) instead of the row's. Read-only memory is always
+            copied, because a tensor over it could be written to.
+
+    Returns:
+        The dict that was encoded, or None for a None row. Tensors come back detached and contiguous, ``nn.Parameter``
+        as a plain tensor, on the row's device; arrays come back in C order and in host memory.
+
+    Raises:
+        RowFormatError: foreign, truncated, damaged, of a newer version, or a reference (see ``resolve.py``).
+    """
+    return open_row(row).decode(copy=copy)
+
+
+def open_row(row: Tensor | memoryview) -> Row:
+    """Read and check a row's header; the payload is not touched. Arguments and errors as ``decode_row``."""
+    if not isinstance(row, Tensor):
+        view = _flat_view(row)
+        return Row(view, parse_frame(view, len(view)))
+    if row.dtype is not torch.uint8 or row.dim() != 1 or not row.is_contiguous():
+        raise RowFormatError(
+            f"a row is a contiguous 1-D uint8 tensor, this is {row.dtype} of shape {tuple(row.shape)} "
+            f"and strides {row.stride()}"
+        )
+    if not row.is_cpu:
+        return Row(row, _device_frame(row))
+    view = row.numpy().data
+    return Row(view, parse_frame(view, len(view)))
+
+
+def is_encoded(value: object) -> bool:
+    """Whether a value a store gave back is an encoded row (of any version) rather than an original object."""
+    if isinstance(value, Tensor):
+        return value.dtype is torch.uint8 and value.dim() == 1 and is_row(bytes(value[:4].tolist()))
+    return isinstance(value, memoryview) and value.c_contiguous and is_row(bytes(value.cast("B")[:4]))
+
+
+class Row:
+    """An encoded row whose header was read and checked."""
+
+    __slots__ = ("_memory", "frame")
+
+    def __init__(self, memory: memoryview | Tensor, frame: Frame) -> None:
+        self._memory = memory
+        self.frame = frame
+
+    @property
+    def header(self) -> Header:
+        return self.frame.header
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the row in bytes."""
+        return self.frame.nbytes
+
+    @property
+    def reference(self) -> Reference | None:
+        """What the row refers to, when it holds no payload of its own."""
+        return self.frame.header.ref
+
+    def decode(self, *, copy: bool = False) -> dict[Any, Any] | None:
+        """The row's value; see ``decode_row``. Each call with ``copy`` gives independent memory."""
+        memory, frame = self._memory, self.frame
+        header = frame.header
+        if header.checksum:
+            _verify(memory)
+        if header.none:
+            return None
+        if header.ref is not None:
+            raise RowFormatError(
+                f"the row is a reference to global index {header.ref.index}: decode the row stored there in its place"
+            )
+        builder: HostBuilder | DeviceBuilder
+        if isinstance(memory, memoryview):
+            if copy or memory.readonly:
+                memory = np.array(np.frombuffer(memory, np.uint8)).data
+            builder = HostBuilder(memory, frame)
+        else:
+            builder = DeviceBuilder(memory.clone() if copy else memory, frame)
+        try:
+            return builder.build(header.entries or [])
+        except (ValueError, TypeError, RuntimeError, OverflowError) as exc:  # RecursionError is a RuntimeError
+            raise RowFormatError(f"the row's header describes a value that cannot exist: {exc}") from None
+
+
+def _flat_view(row: memoryview) -> memoryview:
+    if not row.c_contiguous:
+        raise RowFormatError("a row is contiguous bytes, this memoryview has gaps")
+    return row if row.format == "B" and row.ndim == 1 else row.cast("B")
+
+
+def _device_frame(row: Tensor) -> Frame:
+    total = row.numel()
+    head = row[:_HEAD_BYTES].cpu().numpy().data
+    needed = frame_nbytes(head, total)
+    if needed > len(head):
+        head = row[:needed].cpu().numpy().data
+    return parse_frame(head, total)
+
+
+def _verify(memory: memoryview | Tensor) -> None:
+    row = np.frombuffer(memory, np.uint8) if isinstance(memory, memoryview) else memory.cpu().numpy()
+    if payload_crc(row) != row[-4:].tobytes():
+        raise RowFormatError("the row's payload is damaged: its crc32c does not match")
