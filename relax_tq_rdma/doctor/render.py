@@ -15,7 +15,7 @@ from rich.text import Text
 from relax_tq_rdma.doctor.examine import Diagnosis
 from relax_tq_rdma.transport import memory
 from relax_tq_rdma.transport.findings import clip
-from relax_tq_rdma.transport.report import Check, Decision, NodeReport
+from relax_tq_rdma.transport.report import CHECKS, Check, Decision, NodeReport
 
 _STYLES = {"ok": "green", "degraded": "yellow", "missing": "bold red", "skipped": "dim"}
 _SHOWN_NODES = 4
@@ -65,7 +65,7 @@ def _checks_table(reports: Sequence[NodeReport], width: int) -> Table:
     table.add_column("evidence and fix")
     for name, group in _by_check(reports):
         for check, nodes in group:
-            finding = Text(_on(nodes, len(reports)) + check.evidence)
+            finding = Text(_on(nodes, len(reports), named=check.status != "ok") + check.evidence)
             if check.fix:
                 inline = len(finding) + len("; fix: ") + len(check.fix) <= room
                 finding.append("; fix: " if inline else "\nfix: ", style="bold")
@@ -85,8 +85,8 @@ def _by_check(reports: Sequence[NodeReport]) -> Iterator[tuple[str, list[tuple[C
 
     Nodes that pass count as equal even where their evidence differs (free memory does): the first one's is shown.
     """
-    names = dict.fromkeys(check.name for report in reports for check in report.checks if check.status != "skipped")
-    for name in names:
+    ran = {check.name for report in reports for check in report.checks if check.status != "skipped"}
+    for name in (name for name in ("report", *CHECKS) if name in ran):
         groups: dict[tuple[str, str], tuple[Check, list[str]]] = {}
         for report in reports:
             check = report.check(name)
@@ -97,11 +97,11 @@ def _by_check(reports: Sequence[NodeReport]) -> Iterator[tuple[str, list[tuple[C
         yield name, sorted(groups.values(), key=lambda group: rank[group[0].status])
 
 
-def _on(nodes: Sequence[str], total: int) -> str:
+def _on(nodes: Sequence[str], total: int, *, named: bool) -> str:
     if total == 1:
         return ""
-    if len(nodes) == total:
-        return f"all {total} nodes: "
+    if not named or len(nodes) == total:
+        return f"{len(nodes)}/{total} nodes: "
     more = f" and {len(nodes) - _SHOWN_NODES} more" if len(nodes) > _SHOWN_NODES else ""
     return f"{', '.join(nodes[:_SHOWN_NODES])}{more}: "
 
@@ -114,7 +114,8 @@ def _memory(console: Console, reports: Sequence[NodeReport]) -> None:
     for plan, nodes in plans.items():
         mount = "only where payload is put" if plan.lazy else "in every client, this Mooncake cannot mount later"
         console.print()
-        _title(console, f"memory plan: {_on(nodes, len(reports))}segments {mount}")
+        where = _on(nodes, len(reports), named=True) if len(plans) > 1 else ""
+        _title(console, f"memory plan: {where}segments {mount}")
         table = Table(box=None, pad_edge=False, show_header=True, header_style="dim", padding=(0, 2, 0, 0))
         for column in ("part", "a process", "processes", "a node", "set by"):
             table.add_column(column, no_wrap=True, justify="left" if column in ("part", "set by") else "right")

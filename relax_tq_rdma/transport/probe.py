@@ -173,7 +173,7 @@ def _check_mooncake(facts: MooncakeFacts) -> Check:
             fix="install Mooncake as a wheel",
         )
     build = "" if facts.has_cuda else ", build without CUDA"
-    mount = "" if facts.lazy_mount else "; every client mounts a segment (0.3.13 only where it puts)"
+    mount = "" if facts.lazy_mount else "; every client mounts a segment (newer ones only where payload is put)"
     return Check(name="mooncake", status="ok", evidence=f"Mooncake {facts.version}{build}{mount}")
 
 

@@ -48,8 +48,11 @@ class Tree:
 
     @property
     def is_system(self) -> bool:
-        """True for the machine's own root: only then the process' own limits may stand in for ``/proc``."""
-        return self.root == Path("/")
+        """True for the machine's own root: only then this process and libibverbs may be asked instead of files."""
+        try:
+            return os.path.samefile(self.root, "/")
+        except OSError:
+            return False
 
     def path(self, *parts: str) -> Path:
         return self.root.joinpath(*parts)

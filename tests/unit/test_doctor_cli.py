@@ -240,7 +240,7 @@ def test_nodes_that_agree_share_a_row(tmp_path: Path) -> None:
     text = shown(Diagnosis(**{**vars(one), "nodes": nodes, "reports": tuple(reports)}))
     assert "7 nodes" in text
     flat = " ".join(text.split())
-    assert "node-0, node-1, node-2, node-3 and 2 more: active: mlx5_0" in flat
+    assert "6/7 nodes: active: mlx5_0" in flat
     assert "node-6: mlx5_0: port 1 is DOWN" in flat
     assert text.count("free") < 4, "free memory differs on each node and is shown once"
 
@@ -388,3 +388,18 @@ def test_errors_of_the_command_have_no_stack_trace() -> None:
     assert done.returncode == 2
     assert done.stderr == "relax-tq-rdma: error: --root /nowhere: no such file or directory\n"
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("argv", [["--json"], ["--explain-flags"]])
+def test_a_full_disk_behind_stdout_is_one_sentence(tmp_path: Path, argv: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "relax_tq_rdma.cli", "doctor", "--root", str(healthy(tmp_path).root), *argv],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "relax-tq-rdma: error: the result cannot be written: no space left on device\n"
