@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
-from relax_tq_rdma import accounting, env
+from relax_tq_rdma import accounting
 from relax_tq_rdma.section import JobSection, read_section
+from relax_tq_rdma.transport.attach import own_devices
 from relax_tq_rdma.transport.hazards import guard_environment, guard_gid_index, installed_mooncake_version
 from relax_tq_rdma.version import __version__
 
@@ -36,7 +36,7 @@ def join_job(config: Any) -> JobSection | None:
     if section.decision.backend == "MooncakeStore":
         guard_environment(installed_mooncake_version())
         if section.decision.protocol == "rdma":
-            logger.info("%s", guard_gid_index(_own_devices(section.decision.device)))
+            logger.info("%s", guard_gid_index(own_devices(section.decision.device)))
     accounting.configure(section.settings.accounting, job=section.job)
     accounting.set_backend(section.decision)
     this = (os.getpid(), section.job)
@@ -50,13 +50,3 @@ def join_job(config: Any) -> JobSection | None:
         for note in notes:
             logger.warning("%s", note)
     return section
-
-
-def _own_devices(names: str) -> tuple[Any, ...]:
-    """The RDMA devices this process will use, judged on its own node: one GID index may differ from node to node."""
-    from relax_tq_rdma.transport.hca import parse_request
-    from relax_tq_rdma.transport.rdma_checks import check_rdma
-    from relax_tq_rdma.transport.sysfs import Tree
-
-    tree = Tree(Path(env.SYSTEM_ROOT.read()))
-    return check_rdma(tree, parse_request(names), os.environ, largest_region=0, splits_regions=True)[1]

@@ -71,9 +71,8 @@ class Transfer:
 
         def judge(failed: Mapping[str, int], tries: int, waited: float) -> float:
             full = [key for key, code in failed.items() if code == NO_SPACE]
-            if full and not self.segment.size:
-                self.segment.ensure()  # nobody's segment has room, so bring one
-                return 0.0
+            if full and self.segment.grow(sum(size_of[key] for key in full)):
+                return 0.0  # nobody's segment had room, so this process has brought one
             too_large = [key for key in full if size_of[key] > self.segment.size]
             pause = retry.pause_before_put(set(failed.values()), tries, waited, self.wait_limit)
             if pause is None or too_large:
@@ -151,7 +150,7 @@ class Transfer:
             if left:
                 tries, since = tries + 1, since or time.monotonic()
                 pause = judge(failed, tries, time.monotonic() - since)
-                if direction is not None:
+                if direction is not None and pause > 0:
                     accounting.record_retry(direction)
                 logger.info("%d values failed with %s, trying again", len(failed), meaning(next(iter(failed.values()))))
                 time.sleep(pause)

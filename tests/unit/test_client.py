@@ -402,11 +402,17 @@ def test_a_consumer_mounts_nothing_and_a_producer_once(make_client: MakeClient) 
     assert store.mounts == [MIB, 64 * MIB]
 
 
-def test_the_first_value_of_a_job_mounts_even_when_it_is_small(make_client: MakeClient) -> None:
+def test_the_first_value_of_a_job_mounts_a_little_and_the_rest_when_that_is_full(
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RTQ_SEGMENT_MB", "256")
     store = StrictStore()
     client = make_client(store)
     client.put(["0@x"], [1])
     assert store.mounts == [64 * MIB]
+    store.data["somebody's"] = bytes(64 * MIB)
+    client.put(["1@x"], [2])
+    assert store.mounts == [64 * MIB, 256 * MIB]
 
 
 def test_a_wheel_that_cannot_mount_later_mounts_at_set_up(make_client: MakeClient) -> None:
