@@ -55,11 +55,11 @@ def _rows(fields: Iterable[FieldStats]) -> int:
 
 def _field(name: str, column: Any, content: bool) -> list[FieldStats]:
     """One entry per path that rows of the column take; a mixed column has two."""
-    if isinstance(column, torch.Tensor) and not column.is_nested:
+    if isinstance(column, torch.Tensor):
         meter = _Meter(content)
-        for piece in column.unbind(0) if content and column.dim() else (column,):
+        for piece in _pieces(column, content):
             meter.add(piece)
-        return [meter.stats(name, "fast", column.shape[0] if column.dim() else 1)]
+        return [meter.stats(name, "fast", column.size(0) if column.dim() else 1)]
     if isinstance(column, (np.ndarray, TensorDictBase, Mapping)) and not isinstance(column, NonTensorStack):
         meter = _Meter(content)
         meter.add(column)
@@ -77,10 +77,17 @@ def _field(name: str, column: Any, content: bool) -> list[FieldStats]:
     return found
 
 
+def _pieces(column: Any, content: bool) -> tuple[torch.Tensor, ...]:
+    """Rows, or as little as has the same bytes: each row taken from a jagged tensor costs 10 us."""
+    if not column.is_nested and not (content and column.dim()):
+        return (column,)
+    if column.layout == torch.jagged and not content and column.lengths() is None:
+        return (column.values(),)  # without lengths there are no holes: torch splits the values into the rows
+    return tuple(column.unbind())
+
+
 def _as_rows(column: Any) -> Sequence[Any]:
     """The rows as TransferQueue's ``_generate_values`` takes them."""
-    if isinstance(column, torch.Tensor):
-        return column.unbind()
     if isinstance(column, NonTensorStack):
         return column.tolist()  # type: ignore[no-any-return]
     return column if isinstance(column, (list, tuple)) else [column]

@@ -51,6 +51,17 @@ def test_nested_column_with_holes_counts_rows_not_values():
     assert sizes(holes) == ("fast", 3, 5 * 8, 5 * 8)
 
 
+def test_jagged_column_ragged_in_a_later_dimension():
+    rows = [torch.zeros(4, n) for n in (2, 3)]
+    ragged_later = torch.nested.as_nested_tensor([row.t() for row in rows], layout=torch.jagged).transpose(1, 2)
+    assert sizes(ragged_later) == ("fast", 2, 80, 80)
+
+
+def test_jagged_column_of_one_repeated_row_by_content():
+    jagged = torch.nested.as_nested_tensor([torch.ones(3)] * 4, layout=torch.jagged)
+    assert sizes(jagged, content=True) == ("fast", 4, 48, 12)
+
+
 def test_jagged_column_with_empty_rows():
     rows = [torch.zeros(0, 3), torch.zeros(2, 3), torch.zeros(0, 3)]
     assert sizes(torch.nested.as_nested_tensor(rows, layout=torch.jagged)) == ("fast", 3, 24, 24)

@@ -1,0 +1,167 @@
+"""What accounting costs: ``python -m relax_tq_rdma.bench.accounting --json``.
+
+Moves one dict payload through real TransferQueue (SimpleStorage, local Ray) again and again, with accounting off and on
+``summary`` in turn, so that drift hits both alike. ``overhead_percent`` is the median difference of neighbouring rounds
+over the median without accounting; it drowns in noise on a busy machine, so the cost is also measured directly: the
+time spent in accounting code on the very batches that were moved (``direct_ms``, ``direct_percent``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from relax_tq_rdma import accounting
+
+SCHEMA = 1
+ROWS = 64
+PATCH_VALUES = 1176  # one patch of a Qwen2-VL image: 3 channels x 2 frames x 14 x 14
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print the result."""
+    parser = argparse.ArgumentParser(prog="python -m relax_tq_rdma.bench.accounting", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--mib", type=_positive, default=256, help="payload in MiB")
+    parser.add_argument("--repeats", type=_positive, default=9, help="measured rounds of each mode")
+    args = parser.parse_args(argv)
+    result = bench(args.mib, args.repeats)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        off, summary = result["off"], result["summary"]
+        print(f"payload {result['payload_bytes']:,} bytes in {ROWS} rows, {args.repeats} rounds of each mode")
+        print(f"put + get   off      {off['median_s']:.4f} s  ({off['min_s']:.4f} - {off['max_s']:.4f})")
+        print(f"put + get   summary  {summary['median_s']:.4f} s  ({summary['min_s']:.4f} - {summary['max_s']:.4f})")
+        print(f"median difference        {result['overhead_percent']:+.2f} %")
+        print(f"time in accounting code  {result['direct_ms']:.3f} ms = {result['direct_percent']:.3f} % of put + get")
+    return 0
+
+
+def bench(mib: int, repeats: int) -> dict[str, Any]:
+    """Measure; see the module. Times are seconds of one put + get of the whole payload."""
+    os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")  # read when it is imported
+
+    import ray
+    import transfer_queue as tq
+    from omegaconf import OmegaConf
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        _register_counted_manager()
+        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 2}}}))
+        try:
+            return _rounds(tq.get_client(), _payload(mib), repeats)
+        finally:
+            tq.close()
+    finally:
+        accounting.configure("off")
+        ray.shutdown()
+
+
+def _rounds(client: Any, payload: Any, repeats: int) -> dict[str, Any]:
+    times: dict[str, list[float]] = {"off": [], "summary": []}
+    direct: list[float] = []
+    for n in range(-1, repeats):  # round -1 warms up
+        order = ("off", "summary") if n % 2 else ("summary", "off")
+        for mode in order:
+            _switch(mode)
+            seconds, got = _move(client, payload, f"bench_{n}_{mode}")
+            if n >= 0:
+                times[mode].append(seconds)
+                if mode == "summary":
+                    direct.append(_direct(payload, got))
+            del got
+            gc.collect()
+    off = statistics.median(times["off"])
+    paired = statistics.median(on - off for off, on in zip(times["off"], times["summary"], strict=True))
+    return {
+        "schema": SCHEMA,
+        "payload_bytes": sum(stats.bytes for stats in accounting.measure(payload).fields),
+        "rows": ROWS,
+        "repeats": repeats,
+        "off": _spread(times["off"]),
+        "summary": _spread(times["summary"]),
+        "overhead_percent": paired / off * 100,
+        "direct_ms": statistics.median(direct) * 1e3,
+        "direct_percent": statistics.median(direct) / off * 100,
+        "cpus": os.cpu_count(),
+        "versions": {name: metadata.version(name) for name in ("relax-tq-rdma", "TransferQueue", "torch", "ray")},
+    }
+
+
+def _switch(mode: str) -> None:
+    if mode == "off":
+        accounting.configure("off")
+    else:
+        accounting.configure("summary", job=f"bench-{os.getpid()}", sink=lambda line: None)
+
+
+def _move(client: Any, payload: Any, partition: str) -> tuple[float, Any]:
+    began = time.perf_counter()
+    client.put(data=payload, partition_id=partition)
+    put_s = time.perf_counter() - began
+    meta = client.get_meta(data_fields=list(payload.keys()), batch_size=ROWS, partition_id=partition, task_name="bench")
+    began = time.perf_counter()
+    got = client.get_data(meta)
+    get_s = time.perf_counter() - began
+    client.clear_partition(partition)
+    return put_s + get_s, got
+
+
+def _direct(payload: Any, got: Any) -> float:
+    """Seconds of accounting code for one put + get: measure both batches and book them."""
+    from relax_tq_rdma.accounting.ledger import Ledger
+
+    ledger = Ledger()
+
+    began = time.perf_counter()
+    ledger.end(ledger.begin("put", "direct"), "ok", accounting.measure(payload))
+    ledger.end(ledger.begin("get", "direct"), "ok", accounting.measure(got))
+    return time.perf_counter() - began
+
+
+def _payload(mib: int) -> Any:
+    """``ROWS`` dicts of two tensors each, all separate, as the host's image processor makes them."""
+    import torch
+    from tensordict import TensorDict
+
+    patches = max(1, mib * 2**20 // (ROWS * PATCH_VALUES * 4))
+    samples = [
+        {"pixel_values": torch.rand(patches, PATCH_VALUES), "image_grid_thw": torch.tensor([[1, 1, patches]])}
+        for _ in range(ROWS)
+    ]
+    return TensorDict({"multimodal_train_inputs": samples, "tokens": torch.zeros(ROWS, 512)}, batch_size=ROWS)
+
+
+def _register_counted_manager() -> None:
+    from transfer_queue.storage.managers.base import StorageManagerFactory
+    from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
+
+    class CountedSimpleStorage(accounting.AccountingMixin, AsyncSimpleStorageManager):  # type: ignore[misc]
+        pass
+
+    StorageManagerFactory.register("SimpleStorage")(CountedSimpleStorage)
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
