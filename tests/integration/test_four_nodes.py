@@ -8,11 +8,15 @@ import os
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from relax_tq_rdma import Settings
+import relax_tq_rdma
+from relax_tq_rdma import Settings, StartError
+from relax_tq_rdma.summary import parse_start_line
+from relax_tq_rdma.transport import controller
 from relax_tq_rdma.transport.agents import Agents, alive_nodes, probe_cluster
 from relax_tq_rdma.transport.decision import Refusal, decide
 from relax_tq_rdma.transport.report import Decision
@@ -126,3 +130,72 @@ def test_another_mooncake_version_takes_all_to_simple_storage(four_nodes, tree, 
     assert isinstance(refusal, Refusal)
     assert "mooncake" in refusal.message
     assert four_nodes.odd_name in refusal.message
+
+
+# --- the whole start, on the same cluster -----------------------------------------------------------------------------
+
+
+def own_masters() -> list[psutil.Process]:
+    """Masters that this test session started."""
+    token = os.environ["RTQ_TEST_SESSION"]
+    masters = [p for p in psutil.process_iter(["name"]) if p.info["name"] == "mooncake_master"]
+    return [p for p in masters if p.environ().get("RTQ_TEST_SESSION") == token]
+
+
+@pytest.fixture
+def no_job_left(four_nodes):
+    """The test leaves no controller and no master behind."""
+    yield
+    relax_tq_rdma.uninstall()
+    assert controller.find() is None
+    assert own_masters() == []
+
+
+def test_the_whole_job_runs_on_the_lower_rung_and_every_node_obeys(four_nodes, tree, no_job_left, capfd):
+    import transfer_queue as tq
+
+    def join():
+        """Run in a fresh process of a node: what a worker of the job finds there."""
+        import transfer_queue as tq
+
+        import relax_tq_rdma
+
+        relax_tq_rdma.install()
+        tq.init()
+        client = tq.get_client().storage_manager.storage_client
+        section = client.config["relax_tq_rdma"]
+        return {"decision": section["decision"], "protocol": client.protocol, "class": type(client).__name__}
+
+    tree.port_state("1: DOWN")
+    relax_tq_rdma.install(AUTO)
+    tq.init(conf=None)
+    try:
+        line = next(line for line in capfd.readouterr().err.splitlines() if "(probe:" in line)
+        shown = parse_start_line(line)
+        assert (shown["backend"], shown["protocol"], shown["probe"]) == ("MooncakeStore", "tcp", "4/4 nodes ok")
+        assert shown["verify"].startswith("4/4 round trips, wire=")
+        assert f"{RDMA}>{TCP}@" in shown["fallback"]
+        assert "rdma_port" in shown["fallback"]
+        answers = [
+            ray.remote(num_cpus=0, max_calls=1)(join)
+            .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False))
+            .remote()
+            for node_id in (four_nodes.odd, next(i for i in four_nodes.nodes if i != four_nodes.odd))
+        ]
+        first, second = ray.get(answers, timeout=120)
+        assert first == second
+        assert first["protocol"] == "tcp"
+        assert first["decision"]["fallbacks"][0]["check"] == "rdma_port"
+    finally:
+        tq.close()
+
+
+def test_required_refuses_names_node_and_check_and_leaves_nothing(four_nodes, tree, no_job_left):
+    import transfer_queue as tq
+
+    tree.port_state("1: DOWN")
+    relax_tq_rdma.install(REQUIRED)
+    with pytest.raises(StartError) as refused:
+        tq.init(conf=None)
+    assert four_nodes.odd_name in str(refused.value)
+    assert "rdma_port" in str(refused.value)
