@@ -1,7 +1,7 @@
 """The port between the pure state machine and the world (design §5). Tests drive the machine through a fake of it.
 
-Every method takes ``limit``, the seconds it may take at most; none may block beyond it. A method that fails for a reason
-the machine must act on returns :class:`Problem` values instead of raising.
+Every method takes ``limit``, the seconds it may take at most; none may block beyond it. A method that fails for a
+reason the machine must act on returns :class:`Problem` values instead of raising.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Port(Protocol):
         ...
 
     def preflight(self, decision: Decision, master: str, limit: float) -> Sequence[Problem]:
-        """On every node: reach the master with a plain socket, then set up a native client in a process that can be killed."""
+        """On every node: reach the master with a plain socket, then set up a native client in a killable process."""
         ...
 
     def init(self, conf: Any, limit: float) -> Any | Problem:
