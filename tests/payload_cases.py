@@ -16,13 +16,13 @@ from PIL import Image
 
 from relax_tq_rdma.payload.dtypes import NUMPY_DTYPES, NUMPY_SCALARS, TORCH_KINDS
 
-EXAMPLES = int(os.environ.get("RTQ_TEST_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("RTQ_TEST_EXAMPLES", "200"))
 """Hypothesis examples per property; a release run sets 20000."""
 
 
 def raw(tensor: torch.Tensor) -> bytes:
     """A tensor's logical value as exact bytes."""
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
 
 

@@ -102,7 +102,7 @@ class Row:
         builder: HostBuilder | DeviceBuilder
         if isinstance(memory, memoryview):
             if copy or memory.readonly:
-                memory = np.array(np.frombuffer(memory, np.uint8)).data
+                memory = _copied(memory)
             builder = HostBuilder(memory, frame)
         else:
             builder = DeviceBuilder(memory.clone() if copy else memory, frame)
@@ -116,6 +116,16 @@ def _flat_view(row: memoryview) -> memoryview:
     if not row.c_contiguous:
         raise RowFormatError("a row is contiguous bytes, this memoryview has gaps")
     return row if row.format == "B" and row.ndim == 1 else row.cast("B")
+
+
+def _copied(row: memoryview) -> memoryview:
+    fresh = torch.empty(len(row), dtype=torch.uint8, device="cpu")
+    source = np.frombuffer(row, np.uint8)
+    if row.readonly:
+        np.copyto(fresh.numpy(), source)
+    else:
+        fresh.copy_(torch.from_numpy(source))  # several threads; torch takes no read-only memory
+    return fresh.numpy().data
 
 
 def _device_frame(row: Tensor) -> Frame:

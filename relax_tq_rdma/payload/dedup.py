@@ -26,7 +26,7 @@ from relax_tq_rdma.payload.plan import Leaf, RowPlan
 MIN_BYTES = 1024
 """Rows with less payload are not worth a reference: it takes 200 bytes and may cost the reader a second fetch."""
 
-_SAMPLE_BLOCK = 4096
+_SAMPLE_BLOCK = 1024
 _SAMPLE_BLOCKS = 16
 _COMPARE_CHUNK = 1 << 20  # bytes compared at a time: stops early, and its result stays in cache
 

@@ -196,6 +196,10 @@ class _Arena:
         if nbytes < _SMALL and contiguous and source.is_cpu and not source.is_neg() and not source.is_conj():
             ctypes.memmove(self._address + at, source.data_ptr(), nbytes)
             return
+        if not source.is_cpu:
+            # a strided copy between devices drops a lazy conjugation or negation (seen with torch 2.11 on CUDA)
+            source = source.resolve_conj().resolve_neg()
+            contiguous = source.is_contiguous()
         # One copy_ resolves strides, lazy conjugation and device, keeps every bit and uses several threads.
         typed = self._typed.get(source.dtype)
         if typed is None:
