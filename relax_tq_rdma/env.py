@@ -44,7 +44,7 @@ STORE_CALL_SECONDS = Variable(
 )
 STORE_WAIT_SECONDS = Variable(
     "RTQ_STORE_WAIT_SECONDS",
-    "60",
+    "90",
     "how long a put waits for room, or for the master to drop a dead process's segment, in seconds",
 )
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 Codes = list[int]
 
@@ -137,6 +140,18 @@ class StrictStore:
 
     def calls_of(self, name: str) -> list[list[str]]:
         return [keys for called, keys in self.calls if called == name and not _is_mark(keys)]
+
+
+def use_strict_store(monkeypatch: pytest.MonkeyPatch, store: StrictStore, *, lazy: bool = True) -> None:
+    """Make TransferQueue's client find ``store`` where Mooncake would be; ``lazy``: one that can mount after set-up."""
+    from transfer_queue.storage.clients import mooncake_client as upstream
+
+    native = type("Native", (), {"__new__": lambda cls: store})
+    if lazy:
+        native.allocate_and_mount_segment = None  # type: ignore[attr-defined]
+    monkeypatch.setattr(upstream, "MOONCAKE_STORE_IMPORTED", True)
+    monkeypatch.setattr(upstream, "MooncakeDistributedStore", native, raising=False)
+    monkeypatch.setattr(upstream, "ReplicateConfig", SimpleNamespace, raising=False)
 
 
 def _is_mark(keys: list[str]) -> bool:

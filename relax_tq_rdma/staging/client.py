@@ -30,7 +30,7 @@ from relax_tq_rdma.errors import StartError, TransferError
 from relax_tq_rdma.section import read_section
 from relax_tq_rdma.staging.calls import seconds
 from relax_tq_rdma.staging.connect import client_config
-from relax_tq_rdma.staging.errors import StoreFault
+from relax_tq_rdma.staging.errors import MASTER_SILENT, StoreFault
 from relax_tq_rdma.staging.regions import Overlap, Regions
 from relax_tq_rdma.staging.segment import Segment
 from relax_tq_rdma.staging.store import CheckedStore
@@ -101,7 +101,6 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
         if len(set(keys)) != len(keys):
             twice = sorted({key for key in keys if keys.count(key) > 1})
             raise StoreFault("put twice in one batch", "give each row an index of its own", twice)
-        self._transfer.segment.check()
         generation: Meta = {"generation": secrets.token_hex(8)}
         every = self._named(keys, [generation] * len(keys), values)
         tensors = [one for one in every if isinstance(one.value, torch.Tensor)]
@@ -109,8 +108,10 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
         put_tensors = self._put_tensors if self._gdr_staging is None else self._put_tensors_by_gdr
         try:
             metas = _in_batches((put_tensors, tensors), (self._put_objects, objects))
-        except BaseException:
-            self._discard(every)
+            self._transfer.segment.check()
+        except BaseException as exc:
+            if not (isinstance(exc, StoreFault) and exc.code in MASTER_SILENT):
+                self._discard(every)
             raise
         return [{**generation, **metas[one.position]} for one in every]
 
@@ -313,4 +314,4 @@ def _about(values: Sequence[Value]) -> Iterator[None]:
     except StoreFault as fault:
         names = {one.stored: one.key for one in values}
         keys = [names.get(stored, stored) for stored in fault.keys] or list(names.values())
-        raise StoreFault(fault.cause, fault.remedy, keys, settled=fault.settled) from fault
+        raise StoreFault(fault.cause, fault.remedy, keys, code=fault.code, settled=fault.settled) from fault

@@ -54,11 +54,15 @@ class StoreFault(TransferError):
     """A store call failed for good.
 
     ``keys`` are those it is about; the client makes them TransferQueue's own (``index@field``), the manager adds the
-    partition. ``settled``: the engine has surely let go of the memory that the call was given.
+    partition. ``code``: the engine's, ``OK`` when it gave none. ``settled``: the engine has surely let go of the memory
+    that the call was given.
     """
 
-    def __init__(self, cause: str, remedy: str, keys: Iterable[str] = (), *, settled: bool = True) -> None:
-        self.cause, self.remedy, self.keys, self.settled = cause, remedy, tuple(keys), settled
+    def __init__(
+        self, cause: str, remedy: str, keys: Iterable[str] = (), *, code: int = OK, settled: bool = True
+    ) -> None:
+        self.cause, self.remedy, self.keys = cause, remedy, tuple(keys)
+        self.code, self.settled = code, settled
         super().__init__(f"{where(self.keys)}{cause}: {remedy}")
 
 

@@ -12,10 +12,12 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from uuid import uuid4
 
+import ray
 import zmq
 from transfer_queue.storage.managers import base
 from transfer_queue.storage.managers.mooncake_manager import MooncakeStorageManager
@@ -149,6 +151,7 @@ class DataplaneMooncakeStorageManager(_ManagerOfJob, AccountingMixin, MooncakeSt
     """``MooncakeStorageManager`` of a job that uses the plugin; its client is the plugin's, by name."""
 
     _upstream = MooncakeStorageManager
+    _multi_threads_executor: ThreadPoolExecutor | None
 
     async def put_data(self, data: Any, metadata: Any, data_parser: Callable[[Any], Any] | None = None) -> None:
         """As above; an overwrite goes to a new generation, and the old one is removed when the new one is announced."""
@@ -170,6 +173,14 @@ class DataplaneMooncakeStorageManager(_ManagerOfJob, AccountingMixin, MooncakeSt
         client = getattr(self, "storage_client", None)
         if client is not None:
             client.close()
+
+    def _get_executor(self) -> ThreadPoolExecutor | None:
+        """Upstream asks Ray how many threads to use, and that starts a Ray where none runs (a DataLoader worker)."""
+        if self._multi_threads_executor is None and not ray.is_initialized():
+            threads = min(max(2, os.cpu_count() or 2), base.LIMIT_THREADS_PER_MANAGER_IN_RAY_ACTOR)
+            self._multi_threads_executor = ThreadPoolExecutor(threads, thread_name_prefix="KVStorageManager")
+        executor: ThreadPoolExecutor | None = super()._get_executor()
+        return executor
 
     def _drop(self, replaced: dict[str, Any]) -> None:
         try:

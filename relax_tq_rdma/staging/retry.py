@@ -1,7 +1,7 @@
 """When to ask the store again, and what to say when giving up. Pure.
 
 Upstream asks three more times whatever the code. Here the code decides: room may come, a dead segment is dropped after
-a while, a master that is silent three times is dead, and a wrong request is not repeated (FC-22, FC-27).
+a while, a master that is silent twice is dead, and a wrong request is not repeated (FC-22, FC-27).
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from relax_tq_rdma.transport.memory import shown
 
 TRIES = 3
 """More tries for a code that waiting does not explain."""
+
+SILENT_TRIES = 1
+"""More tries when the master does not answer: the engine itself has tried for 4 s by then (measured)."""
 
 READ_SECONDS = 10.0
 """How long after its first failure a read may still be tried again; one try alone can take 30 to 60 s (FC-27)."""
@@ -45,14 +48,18 @@ def pause_before_put(codes: Collection[int], tries: int, waited: float, limit: f
         return None
     if _COMES_BACK.issuperset(codes):
         return None if waited >= limit else min(1.0, 0.05 * 2**tries)
-    return None if tries > TRIES else 1.0
+    return None if tries > _tries(codes) else 1.0
 
 
 def pause_before_get(codes: Collection[int], tries: int, waited: float) -> float | None:
     """As :func:`pause_before_put`, for a read or a removal. A byte count among the codes is a wrong one."""
     if any(code >= 0 or code in REFUSED or code in GONE for code in codes):
         return None
-    return None if tries > TRIES or waited >= READ_SECONDS else 1.0
+    return None if tries > _tries(codes) or waited >= READ_SECONDS else 1.0
+
+
+def _tries(codes: Collection[int]) -> int:
+    return SILENT_TRIES if MASTER_SILENT.intersection(codes) else TRIES
 
 
 def is_settled(codes: Collection[int]) -> bool:

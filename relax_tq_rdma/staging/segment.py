@@ -94,7 +94,7 @@ class Segment:
         Raises:
             StoreFault: it has.
         """
-        # An error code means that the master is silent; the put that follows says that better.
+        # An error code means that the master is silent; the next call says that better.
         if self.size and self._store.batch_is_exist([self._mark])[0] == 0:
             raise StoreFault(
                 "the master has dropped this process's segment (it missed its heartbeats for longer than the master's "

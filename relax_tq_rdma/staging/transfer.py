@@ -163,11 +163,11 @@ class Transfer:
         keys = too_large or [key for key, found in failed.items() if found == code]
         need = max(size_of[key] for key in too_large) if too_large else sum(size_of[key] for key in keys)
         cause, remedy = retry.write_problem(code, need, waited, self.segment.size, self.master)
-        raise StoreFault(cause, remedy, keys, settled=retry.is_settled(codes))
+        raise StoreFault(cause, remedy, keys, code=code, settled=retry.is_settled(codes))
 
     def _give_up_get(self, failed: Mapping[str, int], size_of: Mapping[str, int]) -> NoReturn:
         # Of several codes the one that explains most: gone for good, then a wrong length, then the rest.
         key = min(failed, key=lambda key: (failed[key] not in GONE, failed[key] < 0))
         cause, remedy = retry.read_problem(failed[key], size_of[key], self.master)
         same = [other for other, code in failed.items() if code == failed[key]]
-        raise StoreFault(cause, remedy, same, settled=retry.is_settled(failed.values()))
+        raise StoreFault(cause, remedy, same, code=failed[key], settled=retry.is_settled(failed.values()))

@@ -16,15 +16,13 @@ import torch
 from transfer_queue.storage.clients import mooncake_client as upstream
 
 from relax_tq_rdma.errors import StartError, TransferError
-from relax_tq_rdma.section import KEY, JobSection
-from relax_tq_rdma.settings import Settings
-from relax_tq_rdma.staging import client as module
+from relax_tq_rdma.section import KEY
 from relax_tq_rdma.staging import transfer
 from relax_tq_rdma.staging.client import DataplaneMooncakeStoreClient
 from relax_tq_rdma.staging.errors import StoreFault
 from relax_tq_rdma.transport.memory import MIB
-from relax_tq_rdma.transport.report import Decision
-from tests.strict_store import StrictStore
+from tests.mooncake import backend_config
+from tests.strict_store import StrictStore, use_strict_store
 
 MakeClient = Callable[..., Any]
 
@@ -45,36 +43,13 @@ def make_client(monkeypatch: pytest.MonkeyPatch, master: str) -> Iterator[MakeCl
     monkeypatch.setattr(transfer.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.05)))
 
     def make(store: StrictStore, *, lazy: bool = True, config: dict[str, Any] | None = None) -> Any:
-        native = type("Native", (), {"__new__": lambda cls: store})
-        if lazy:
-            native.allocate_and_mount_segment = None  # type: ignore[attr-defined]
-        monkeypatch.setattr(upstream, "MOONCAKE_STORE_IMPORTED", True)
-        monkeypatch.setattr(upstream, "MooncakeDistributedStore", native, raising=False)
-        monkeypatch.setattr(upstream, "ReplicateConfig", SimpleNamespace, raising=False)
+        use_strict_store(monkeypatch, store, lazy=lazy)
         made.append(DataplaneMooncakeStoreClient(config or backend_config(master)))
         return made[-1]
 
     yield make
     for client in made:
         client.close()
-
-
-def backend_config(master: str, *, job: str = "job1") -> dict[str, Any]:
-    section = JobSection(
-        job=job,
-        settings=Settings(storage_backend="mooncake", mooncake_master_address=master),
-        decision=Decision(backend="MooncakeStore", protocol="tcp"),
-        plugin_version="0",
-        master=master,
-    )
-    return {
-        "metadata_server": "P2PHANDSHAKE",
-        "master_server_address": master,
-        "local_hostname": "127.0.0.1",
-        "local_buffer_size": MIB,
-        "hard_pin": True,
-        KEY: section.to_dict(),
-    }
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -364,7 +339,7 @@ def test_a_dead_master_is_named_with_the_remedy(make_client: MakeClient, master:
     store.calls, store.plan = [], [lambda codes: [-900] * len(codes)] * 10
     with pytest.raises(StoreFault, match=rf"master at {master} is dead or unreachable.*restart the job; a running job"):
         client.put(["0@x"], [1])
-    assert len(store.calls_of("put")) == 4
+    assert len(store.calls_of("put")) == 2
 
 
 def test_a_wrong_request_is_not_repeated(make_client: MakeClient) -> None:
@@ -600,7 +575,3 @@ def test_chunks_of_the_gdr_path_are_read_by_it_and_cleared(
         client.get(keys, custom_backend_meta=metas)
     client.clear(keys, custom_backend_meta=metas)
     assert [key for key in store.stored() if not key.endswith("9@x")] == []
-
-
-def test_batches_are_upstreams(make_client: MakeClient) -> None:
-    assert module.upstream.BATCH_SIZE_LIMIT == 400
