@@ -79,13 +79,16 @@ def _find(root: Path, job: str) -> NodeView:
 def _print(view: NodeView) -> None:
     from rich.console import Console
 
+    tables = [table for table in (_fields(view.totals), _stages(view.totals), _events(view.totals)) if table.row_count]
     console = Console(highlight=False)
+    # Rich would drop columns where the terminal is narrow; a wrapped line loses nothing.
+    needed = max((Console(width=10_000).measure(table).maximum for table in tables), default=0)
+    console.width = max(console.width, needed)
     console.print(f"job {view.job}: {view.live} live and {view.ended} ended processes on this node")
     for backend, protocol, device, gdr in view.backends:
         console.print(f"backend={backend} protocol={protocol} device={device} gdr={gdr}")
-    for table in (_fields(view.totals), _stages(view.totals), _events(view.totals)):
-        if table.row_count:
-            console.print(table)
+    for table in tables:
+        console.print(table)
 
 
 def _fields(totals: Totals) -> Any:

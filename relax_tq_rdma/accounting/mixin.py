@@ -8,6 +8,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
 from relax_tq_rdma.accounting.ledger import Operation
+from relax_tq_rdma.accounting.names import VERIFY_PREFIX
 from relax_tq_rdma.accounting.notes import reason, say_once
 from relax_tq_rdma.accounting.process import Accounting, current
 from relax_tq_rdma.accounting.records import Batch
@@ -33,7 +34,7 @@ class AccountingMixin(_Manager):
     """
 
     async def put_data(self, data: Any, metadata: Any, data_parser: Any = None) -> None:
-        accounting = current()
+        accounting = _accounting_of(metadata)
         if accounting is None:
             return await super().put_data(data, metadata, data_parser)  # type: ignore[safe-super]
         # Before the call: layers below may replace columns in place.
@@ -51,7 +52,7 @@ class AccountingMixin(_Manager):
         accounting.tick()
 
     async def get_data(self, metadata: Any) -> Any:
-        accounting = current()
+        accounting = _accounting_of(metadata)
         if accounting is None:
             return await super().get_data(metadata)  # type: ignore[safe-super]
         operation = accounting.ledger.begin("get", _step(metadata))
@@ -67,10 +68,15 @@ class AccountingMixin(_Manager):
 
     async def clear_data(self, metadata: Any) -> None:
         await super().clear_data(metadata)  # type: ignore[safe-super]
-        accounting = current()
+        accounting = _accounting_of(metadata)
         if accounting is not None:
             accounting.ledger.cleared(_step(metadata))
             accounting.tick()
+
+
+def _accounting_of(metadata: Any) -> Accounting | None:
+    accounting = current()
+    return None if accounting is not None and _step(metadata).startswith(VERIFY_PREFIX) else accounting
 
 
 def _measured(data: Any, content: bool = False) -> Batch | None:

@@ -35,6 +35,9 @@ DIRECTIONS: tuple[str, ...] = get_args(Direction)
 STAGES: tuple[str, ...] = get_args(StageName)
 FANOUT_MODES: tuple[str, ...] = get_args(FanoutMode)
 
+VERIFY_PREFIX = "rtq_verify_"
+"""Partitions whose id begins so are the start's own round trips: no payload of the job, not counted."""
+
 FIELD_LIMIT = 64
 OTHER = "other"
 """Label of every field beyond the first :data:`FIELD_LIMIT`, and of any value outside its set."""

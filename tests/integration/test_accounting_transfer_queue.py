@@ -55,7 +55,7 @@ def client():
 
     before = dict(StorageManagerFactory._registry)
     StorageManagerFactory.register("SimpleStorage")(Counted)
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     yield tq.get_client()
     tq.close()

@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("RTQ_RUN_DIR", str(tmp_path / "run"))
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "40")  # nothing is lost on a narrow terminal
     return tmp_path / "run"
 
 

@@ -132,6 +132,19 @@ def test_a_run_folder_that_cannot_be_made_does_not_reach_the_job(lines, monkeypa
     assert "RTQ_RUN_DIR" in caplog.text
 
 
+def test_the_round_trips_of_the_start_are_no_payload_of_the_job(on):
+    manager = Counted()
+
+    async def verify():
+        await manager.put_data(group(), Meta("rtq_verify_a1b2"))
+        await manager.get_data(Meta("rtq_verify_a1b2"))
+        await manager.clear_data(Meta("rtq_verify_a1b2"))
+
+    asyncio.run(verify())
+    assert accounting.ledger().totals().counters == {}
+    assert on == []
+
+
 def test_off_is_a_plain_call(monkeypatch):
     accounting.configure("off")
 
