@@ -6,9 +6,9 @@ A built tensor or array is a view of the row's memory and keeps it alive, yet it
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -46,10 +46,10 @@ class _Builder(ABC):
         self._end = 0  # of the entries built so far: a later one must not overlap them
 
     @abstractmethod
-    def _tensor_at(self, kind: TorchKind, entry: TensorEntry) -> Tensor: ...
+    def _tensor_at(self, at: int, kind: TorchKind, entry: TensorEntry) -> Tensor: ...
 
     @abstractmethod
-    def _array_at(self, dtype: np.dtype[Any], entry: ArrayEntry) -> np.ndarray[Any, Any]: ...
+    def _array_at(self, at: int, dtype: np.dtype[Any], entry: ArrayEntry) -> np.ndarray[Any, Any]: ...
 
     @property
     def _device(self) -> torch.device:
@@ -68,19 +68,17 @@ class _Builder(ABC):
         kind = TORCH_KINDS.get(entry.dtype)
         if kind is None:
             raise RowFormatError(f"{entry.key!r} has dtype {entry.dtype!r}, which this torch version does not have")
-        self._check(entry, kind.itemsize)
-        if not entry.nbytes:
+        at = self._place(entry, kind.itemsize)
+        if at is None:
             return torch.empty(entry.shape, dtype=kind.dtype, device=self._device)
-        return self._tensor_at(kind, entry)
+        return self._tensor_at(at, kind, entry)
 
     def _array(self, entry: ArrayEntry) -> np.ndarray[Any, Any]:
         dtype = NUMPY_DTYPES.get(entry.dtype)
         if dtype is None:
             raise RowFormatError(f"{entry.key!r} has the unknown numpy dtype {entry.dtype!r}")
-        self._check(entry, dtype.itemsize)
-        if not entry.nbytes:
-            return np.empty(entry.shape, dtype)
-        return self._array_at(dtype, entry)
+        at = self._place(entry, dtype.itemsize)
+        return np.empty(entry.shape, dtype) if at is None else self._array_at(at, dtype, entry)
 
     def _list(self, entry: ListEntry) -> list[Any]:
         return [_BUILD[type(item)](self, item) for item in entry.items]
@@ -100,18 +98,24 @@ class _Builder(ABC):
             raise RowFormatError(f"{entry.key!r}: {len(entry.value)} bytes are not a numpy scalar {entry.dtype!r}")
         return np.frombuffer(entry.value, dtype)[0]
 
-    def _check(self, entry: TensorEntry | ArrayEntry, itemsize: int) -> None:
-        """Shape fits bytes; bytes lie in the data section, aligned, after those of the entry before."""
+    def _place(self, entry: TensorEntry | ArrayEntry, itemsize: int) -> int | None:
+        """Where in the row the bytes are, None if there are none.
+
+        Checked: the shape fits the bytes, and they lie in the data section, aligned, after those of the entry before.
+        """
         offset, nbytes = entry.offset, entry.nbytes
-        if math.prod(entry.shape) * itemsize != nbytes:
+        if prod(entry.shape) * itemsize != nbytes:
             raise RowFormatError(f"{entry.key!r}: shape {entry.shape} of {entry.dtype} is not {nbytes} bytes")
-        if nbytes:
-            if offset < self._end or offset % ALIGN or offset + nbytes > self._limit:
-                raise RowFormatError(
-                    f"{entry.key!r}: bytes {offset} to {offset + nbytes} are misaligned, overlap another entry or "
-                    f"leave the row's {self._limit} bytes of data"
-                )
-            self._end = offset + nbytes
+        if not nbytes:
+            return None
+        end = offset + nbytes
+        if offset < self._end or offset % ALIGN or end > self._limit:
+            raise RowFormatError(
+                f"{entry.key!r}: bytes {offset} to {end} are misaligned, overlap another entry or leave the row's "
+                f"{self._limit} bytes of data"
+            )
+        self._end = end
+        return self._start + offset
 
 
 _BUILD: dict[type, Callable[[_Builder, Any], Any]] = {
@@ -134,17 +138,16 @@ class HostBuilder(_Builder):
         super().__init__(frame)
         self._view = view
 
-    def _tensor_at(self, kind: TorchKind, entry: TensorEntry) -> Tensor:
-        at = self._start + entry.offset
-        if kind.numpy is not None:  # half the cost of frombuffer for a shape of several dimensions
-            return torch.from_numpy(np.ndarray(entry.shape, kind.numpy, self._view, at))
-        flat = torch.frombuffer(self._view, dtype=kind.dtype, count=entry.nbytes // kind.itemsize, offset=at)
-        return flat.resize_(
-            entry.shape
-        )  # as many elements: sets the shape only, and leaves no base tensor as view does
+    def _tensor_at(self, at: int, kind: TorchKind, entry: TensorEntry) -> Tensor:
+        dtype, itemsize, twin = kind
+        if twin is not None:  # half the cost of frombuffer for a shape of several dimensions
+            return torch.from_numpy(np.ndarray(entry.shape, twin, self._view, at))
+        flat = torch.frombuffer(self._view, dtype=dtype, count=entry.nbytes // itemsize, offset=at)
+        # to as many elements, so it sets the shape only; a view would hold on to a base tensor
+        return flat.resize_(entry.shape)
 
-    def _array_at(self, dtype: np.dtype[Any], entry: ArrayEntry) -> np.ndarray[Any, Any]:
-        array: np.ndarray[Any, Any] = np.ndarray(entry.shape, dtype, self._view, self._start + entry.offset)
+    def _array_at(self, at: int, dtype: np.dtype[Any], entry: ArrayEntry) -> np.ndarray[Any, Any]:
+        array: np.ndarray[Any, Any] = np.ndarray(entry.shape, dtype, self._view, at)
         return array
 
 
@@ -161,12 +164,11 @@ class DeviceBuilder(_Builder):
     def _device(self) -> torch.device:
         return self._row.device
 
-    def _tensor_at(self, kind: TorchKind, entry: TensorEntry) -> Tensor:
-        begin = self._row.storage_offset() + self._start + entry.offset
+    def _tensor_at(self, at: int, kind: TorchKind, entry: TensorEntry) -> Tensor:
+        begin = self._row.storage_offset() + at
         own: Any = self._row.untyped_storage()[begin : begin + entry.nbytes]  # its own storage over the same memory
         return torch.empty(0, dtype=kind.dtype, device=self._row.device).set_(own).resize_(entry.shape)
 
-    def _array_at(self, dtype: np.dtype[Any], entry: ArrayEntry) -> np.ndarray[Any, Any]:
-        begin = self._start + entry.offset
-        data: np.ndarray[Any, Any] = self._row[begin : begin + entry.nbytes].cpu().numpy()
+    def _array_at(self, at: int, dtype: np.dtype[Any], entry: ArrayEntry) -> np.ndarray[Any, Any]:
+        data: np.ndarray[Any, Any] = self._row[at : at + entry.nbytes].cpu().numpy()
         return data.view(dtype).reshape(entry.shape)

@@ -241,12 +241,13 @@ def _decode_header(body: bytes) -> Header:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
         _refuse_newer(body)
         raise RowFormatError(f"the row's header is not as format RTQ1 says: {exc}") from None
+    ref = header.ref
     if header.v != VERSION:
         _refuse_newer(body)
         raise RowFormatError(f"the row's header has the unknown version {header.v}")
-    if (header.entries is not None) + header.none + (header.ref is not None) != 1:
+    if (header.entries is not None) + header.none + (ref is not None) != 1:
         raise RowFormatError("the row's header must hold exactly one of entries, none and ref")
-    if len(header.put) != PUT_ID_BYTES or (header.ref and len(header.ref.put) != PUT_ID_BYTES):
+    if len(header.put) != PUT_ID_BYTES or (ref is not None and len(ref.put) != PUT_ID_BYTES):
         raise RowFormatError(f"the row's put id is not {PUT_ID_BYTES} bytes")
     if header.size % ALIGN or (header.checksum and header.size < CHECKSUM_BLOCK):
         raise RowFormatError(f"the row's data section cannot have {header.size} bytes")
