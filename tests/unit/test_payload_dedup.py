@@ -28,6 +28,7 @@ from relax_tq_rdma.payload.dedup import find_sources
 from relax_tq_rdma.payload.plan import Leaf, plan_row
 from tests.payload_cases import EXAMPLES, FITS, bits, rows, strict
 
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 PUT, OTHER = bytes(range(16)), bytes(16)
 
 
