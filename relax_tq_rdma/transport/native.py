@@ -22,6 +22,9 @@ RPC_FAILED = -900
 ANY_KEY = "rtq_handshake"
 """A key nobody puts: asking for it proves that the master answers calls of this version."""
 
+_made: list[Any] = []
+"""Clients of this process, kept to its end: the destructor of one whose master died blocks for 10 s."""
+
 
 class NativeError(StartError):
     """A step of the native client failed; ``check`` is the check to blame."""
@@ -117,6 +120,7 @@ def set_up(request: PeerRequest, segment_bytes: int = 0) -> Any:
     except ImportError as exc:
         raise NativeError(f"Mooncake cannot be imported ({exc})", "mooncake") from None
     store = MooncakeDistributedStore()
+    _made.append(store)
     code = store.setup(
         request.hostname,
         request.metadata_server,

@@ -142,9 +142,10 @@ class RayPort:
         if self._initialising is not None and self._initialising.running:
             return Problem(reason="an earlier transfer_queue.init of this process still blocks: start a new process")
         self._storage_before = controller.own_named_actors()
-        run = self._initialising = _Background(lambda: self._init(conf), "transfer-queue-init")
         native = conf["backend"]["storage_backend"] == "MooncakeStore"
         with _last_resort(limit) if native else contextlib.nullcontext():
+            # Armed before the call begins: once it has the GIL, nothing of this process runs any more.
+            run = self._initialising = _Background(lambda: self._init(conf), "transfer-queue-init")
             if not run.wait(limit):
                 short = controller.shortage()
                 self._unblock_init(_UNWIND_SECONDS)
@@ -173,8 +174,8 @@ class RayPort:
         foreign = controller.look(min(0.5, limit / 4), self._job).state is Controller.FOREIGN
         if foreign:
             tq_state.detach_controller()
-        closing = _Background(self._close_all, "transfer-queue-close")
         with _last_resort(limit):
+            closing = _Background(self._close_all, "transfer-queue-close")
             closed = closing.wait(max(0.5, ends - time.monotonic() - 1.0))
         left = max(0.5, ends - time.monotonic())
         problem = None if foreign else controller.kill(left)
