@@ -1,4 +1,7 @@
-"""Entry of ``relax-tq-rdma demo``. Exit codes: 0 ok, 1 the job or the comparison failed, 2 usage."""
+"""Entry of ``relax-tq-rdma demo``.
+
+Exit codes: 0 ok; 1 the job or the comparison failed; 2 usage; 130 Ctrl-C, 143 SIGTERM (all it started is gone then).
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from relax_tq_rdma.settings import Settings
 
 
 def run(argv: list[str]) -> int:
-    """Run a demo.
+    """Run a demo; returns the exit code.
 
     Raises:
         UsageError: a wrong flag.
         DataplaneError: the job failed.
-        KeyboardInterrupt: Ctrl-C; everything the job started is gone. After SIGTERM that is 143 instead.
     """
     options, settings = parse(argv)
     try:
         with signals.listening():
             return _run(argv, options, settings)
-    except signals.Terminated:
-        print("relax-tq-rdma: terminated", file=sys.stderr)
-        return 128 + signal.SIGTERM
+    except KeyboardInterrupt:
+        if not options.is_driver:  # the process in front says it
+            print(f"relax-tq-rdma: {'terminated' if signals.was_terminated() else 'interrupted'}", file=sys.stderr)
+        return 128 + (signal.SIGTERM if signals.was_terminated() else signal.SIGINT)
 
 
 def _run(argv: list[str], options: Options, settings: Settings) -> int:
@@ -32,6 +35,14 @@ def _run(argv: list[str], options: Options, settings: Settings) -> int:
         from relax_tq_rdma.demo.compare import compare
 
         return compare(argv, options)
+    if options.is_driver:
+        return _drive(options, settings)
+    from relax_tq_rdma.demo.session import run_driver
+
+    return run_driver(argv)[0]
+
+
+def _drive(options: Options, settings: Settings) -> int:
     from relax_tq_rdma.demo.job import run_job
     from relax_tq_rdma.demo.output import Reporter, print_json
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import msgspec
 import psutil
 
 from relax_tq_rdma.demo import signals
-from relax_tq_rdma.errors import StartError
+from relax_tq_rdma.errors import StartError, UsageError
 from relax_tq_rdma.transport.process import ProcessId, own_id
 
 LOOPBACK = "127.0.0.1"
@@ -41,16 +42,28 @@ _CONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """``logs`` is the folder of the embedded Ray's logs, ``None`` on a borrowed cluster."""
+    """``head`` is host and port of Ray's control service (GCS)."""
 
-    logs: Path | None
+    head: tuple[str, int]
+
+    @classmethod
+    def current(cls) -> Cluster:
+        import ray
+
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        return cls((host.strip("[]"), int(port)))
+
+    def answers(self) -> bool:
+        """Whether Ray can be called at all: without its control service every call blocks, and after a minute Ray
+        aborts this process."""
+        return _listens(self.head)
 
 
 @contextmanager
 def embedded(cpus: int) -> Iterator[Cluster]:
     """A Ray of our own on this machine with ``cpus`` logical CPUs.
 
-    Its folder is removed at the end; after a failure it stays, for its logs.
+    Its folder is removed at the end; when a running job failed it stays for its logs, until the next demo starts.
 
     Raises:
         StartError: /dev/shm is full, or Ray did not start.
@@ -79,11 +92,14 @@ def embedded(cpus: int) -> Iterator[Cluster]:
                 _temp_dir=str(folder),
             )
         except Exception as exc:
-            raise StartError(f"Ray did not start ({_first_line(exc)}); its logs are in {folder}") from None
+            raise StartError(f"Ray did not start: {_first_line(exc)}") from None
         signals.listen()
-        yield Cluster(folder / "session_latest" / "logs")
-    except Exception:
-        keep = True
+        yield Cluster.current()
+    except Exception as exc:
+        keep = not isinstance(exc, (StartError, UsageError))
+        if keep:
+            logs = folder / "session_latest" / "logs"
+            print(f"relax-tq-rdma: Ray's logs of this run, until the next demo: {logs}", file=sys.stderr)
         raise
     finally:
         with signals.ignored():
@@ -116,7 +132,7 @@ def borrowed(address: str, cpus: int) -> Iterator[Cluster]:
                 f"TransferQueue needs {cpus} free CPUs in the Ray cluster (one for its controller, one for each "
                 f"storage unit), {free:g} are free: end other jobs or lower --num-data-storage-units"
             )
-        yield Cluster(None)
+        yield Cluster.current()
     finally:
         with signals.ignored():
             ray.shutdown()
@@ -142,12 +158,16 @@ def _require_listener(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise StartError(f"--ray-address {address}: expected HOST:PORT of a running Ray head, or auto")
+    if not _listens((host, int(port))):
+        raise StartError(f"no Ray cluster answers at {address}: is `ray start --head` running there?")
+
+
+def _listens(address: tuple[str, int]) -> bool:
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except OSError as exc:
-        raise StartError(
-            f"no Ray cluster answers at {address} ({exc.strerror or exc}): is `ray start` running?"
-        ) from None
+        socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _short_tempdir() -> Path:

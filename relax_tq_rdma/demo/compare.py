@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import signal
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from relax_tq_rdma.demo import signals
 from relax_tq_rdma.demo.options import Options, without_plugin
 from relax_tq_rdma.demo.output import differences, print_json
+from relax_tq_rdma.demo.session import run_driver
 from relax_tq_rdma.errors import TransferError
 from relax_tq_rdma.transport.report import Decision
 
 SCHEMA = "relax-tq-rdma/demo-compare/1"
-_STOP_SECONDS = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 def compare(argv: Sequence[str], options: Options) -> int:
@@ -46,32 +41,11 @@ def compare(argv: Sequence[str], options: Options) -> int:
 
 def _run(name: str, argv: Sequence[str]) -> dict[str, Any]:
     print(f"--- {name}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "relax_tq_rdma.cli", "demo", *argv, "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=_die_with_parent) as child:
-        try:
-            output, _ = child.communicate()
-        except KeyboardInterrupt:
-            _stop(child)
-            raise
-    if child.returncode != 0:
-        raise TransferError(f"{name} failed with exit code {child.returncode}, so there is nothing to compare")
+    code, output = run_driver([*argv, "--json"], capture=True)
+    if code != 0:
+        raise TransferError(f"{name} failed with exit code {code}, so there is nothing to compare")
     document: dict[str, Any] = json.loads(output)
     return document
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Let the run clean up after itself, within a deadline."""
-    with signals.ignored():
-        child.terminate()
-        try:
-            child.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-
-
-def _die_with_parent() -> None:
-    """In the child: get SIGTERM, and so clean up, when this process is killed outright."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _print_table(today: dict[str, Any], chosen: dict[str, Any]) -> None:

@@ -1,22 +1,40 @@
 """The job's TransferQueue: brought up once by the driver, attached to by every worker, closed by the driver.
 
 The config has the shape of the host's controller: a live sampler object, polling mode, the unit count of SimpleStorage
-and no ``storage_backend`` key. With no flag of the plugin set, not a line of the plugin runs here.
+and no ``storage_backend`` key. With no flag of the plugin set, ``install`` only prints the start line.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TextIO
 
+import relax_tq_rdma
+from relax_tq_rdma.compat import HostFacts
+from relax_tq_rdma.demo.cluster import Cluster
 from relax_tq_rdma.errors import StartError
+from relax_tq_rdma.section import read_section
 from relax_tq_rdma.settings import Settings
+from relax_tq_rdma.summary import PREFIX, UNTOUCHED
+from relax_tq_rdma.transport.report import Decision
 
 _CONTROLLER = ("TransferQueueController", "transfer_queue")
 
 
-def start(settings: Settings, samples_per_prompt: int, storage_units: int) -> Any:
-    """Bring the data system up from the driver; returns the config that workers attach with.
+@dataclass(frozen=True)
+class DataSystem:
+    """``config`` is what workers attach with, ``summary_line`` the start line as it was printed."""
+
+    config: Any
+    decision: Decision
+    summary_line: str
+
+
+def start(settings: Settings, host: HostFacts, samples_per_prompt: int) -> DataSystem:
+    """Bring the data system up from the driver, after :func:`relax_tq_rdma.install`.
 
     Raises:
         StartError: another job's controller holds the name, or the start path gave up.
@@ -25,12 +43,14 @@ def start(settings: Settings, samples_per_prompt: int, storage_units: int) -> An
 
     if settings.touches_nothing:
         _refuse_foreign_controller()
-    else:
-        import relax_tq_rdma
-
-        relax_tq_rdma.install(settings)
-    conf = _host_config(samples_per_prompt, storage_units)
-    return tq.init(conf=conf) or conf
+    said = _Tee(sys.stderr)
+    with contextlib.redirect_stderr(said):
+        relax_tq_rdma.install(settings, host=host)
+        conf = _host_config(samples_per_prompt, host.num_data_storage_units or 1)
+        conf = tq.init(conf=conf) or conf
+    section, _ = read_section(conf.backend.get(conf.backend.get("storage_backend", ""), {}))
+    lines = [line for line in said.copy.getvalue().splitlines() if line.startswith(f"{PREFIX} backend=")]
+    return DataSystem(conf, section.decision if section else UNTOUCHED, lines[-1] if lines else "")
 
 
 def attach(tq_config: Any, with_plugin: bool) -> Any:
@@ -38,18 +58,30 @@ def attach(tq_config: Any, with_plugin: bool) -> Any:
     import transfer_queue as tq
 
     if with_plugin:
-        import relax_tq_rdma
-
         relax_tq_rdma.install()
     tq.init(tq_config)
     return tq.get_client()
 
 
-def close() -> None:
-    """Close what :func:`start` brought up, as far as it came: client, storage, controller."""
+def leave() -> None:
+    """Close a worker's own client. Only with the plugin: upstream's ``close`` kills the controller from anywhere."""
+    import transfer_queue as tq
+
+    tq.close()
+
+
+def close(settings: Settings, cluster: Cluster) -> None:
+    """Close what :func:`start` brought up, as far as it came: client, storage, controller, and the job's master."""
     tq = sys.modules.get("transfer_queue")
-    if tq is not None:
-        tq.close()
+    if tq is None:
+        return
+    if not cluster.answers():
+        import ray
+
+        ray.shutdown()  # the plugin's close then knows that the actors are gone, and ends the rest
+        if settings.touches_nothing:
+            return  # upstream's close would start a new Ray to call them
+    tq.close()
 
 
 def _host_config(samples_per_prompt: int, storage_units: int) -> Any:
@@ -80,3 +112,18 @@ def _refuse_foreign_controller() -> None:
         "this Ray cluster already runs a TransferQueue (actor TransferQueueController): end that job first, or leave "
         "out --ray-address so that the demo starts its own Ray"
     )
+
+
+class _Tee(io.TextIOBase):
+    """Passes everything on and keeps a copy: the start line is public, and this is where it appears."""
+
+    def __init__(self, target: TextIO) -> None:
+        self._target = target
+        self.copy = io.StringIO()
+
+    def write(self, text: str) -> int:
+        self.copy.write(text)
+        return self._target.write(text)
+
+    def flush(self) -> None:
+        self._target.flush()

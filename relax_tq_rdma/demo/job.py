@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from relax_tq_rdma import compat, summary
+from relax_tq_rdma import compat
 from relax_tq_rdma.demo import cluster, data_system, digest, model, signals
 from relax_tq_rdma.demo.options import Options
 from relax_tq_rdma.demo.output import JobResult, Reporter, StepRecord, step_line
@@ -26,29 +26,31 @@ from relax_tq_rdma.settings import Settings
 def run_job(options: Options, settings: Settings, report: Reporter) -> JobResult:
     """Run the whole job; everything it started is gone when this returns or raises."""
     require_vision_extra()
-    for finding in compat.check(settings, _host_facts(options)):
-        report.line(f"{finding.verdict}: {finding.text}")
+    host = _host_facts(options)
+    compat.check(settings, host)  # before anything is started; install says what is only a warning
     with ExitStack() as stack:
         report.phase(f"joining Ray at {options.ray_address}" if options.ray_address else "starting a local Ray")
         cpus = 1 + options.num_data_storage_units  # TransferQueue reserves one for its controller and each unit
-        stack.enter_context(
+        ray = stack.enter_context(
             cluster.borrowed(options.ray_address, cpus) if options.ray_address else cluster.embedded(cpus)
         )
-        stack.callback(_undisturbed, data_system.close)  # before it exists: an interrupted start is closed too
+        # Registered before it exists: an interrupted start is closed too.
+        stack.callback(_undisturbed, lambda: data_system.close(settings, ray))
         report.phase("starting the actors and TransferQueue")
-        workers = Workers(options)
-        stack.callback(_undisturbed, workers.stop)
-        tq_config = data_system.start(settings, options.samples_per_prompt, options.num_data_storage_units)
-        choice = resolve_per_rank_fetch(settings, host_switch=options.per_rank_fetch, multimodal=True)
+        workers = Workers(options, with_plugin=not settings.touches_nothing)
+        stack.callback(_undisturbed, lambda: workers.stop(ray))
+        system = data_system.start(settings, host, options.samples_per_prompt)
+        choice = resolve_per_rank_fetch(
+            settings, host_switch=options.per_rank_fetch, multimodal=True, decision=system.decision
+        )
         fetch = f"per-rank fetch {'on' if choice.on else 'off'}, {choice.why}"
         report.phase(f"connecting the rollout and {options.mesh.world} trainer ranks ({fetch})")
-        workers.connect(tq_config, not settings.touches_nothing, choice.on)
+        workers.connect(system.config, per_rank=choice.on)
         report.phase(f"training {options.steps} steps")
         losses, steps = _train(options, workers, report)
-        line = summary.start_line(settings, per_rank_fetch="on" if choice.on else "off")
         total = digest.combined(bytes.fromhex(step.payload_digest) for step in steps)
         report.phase("stopping")
-    return JobResult(line, summary.UNTOUCHED, losses, total, steps)
+    return JobResult(system.summary_line, system.decision, losses, total, steps)
 
 
 def _undisturbed(clean_up: Callable[[], None]) -> None:

@@ -15,6 +15,9 @@ from relax_tq_rdma.settings import Settings
 
 MAX_STAGES = 4  # layers of the model
 MAX_TP = 8
+DRIVER = "--in-own-session"
+"""Internal: this process is the job's driver (see ``session.py``)."""
+
 IMAGE_TOKENS = (4, 16384)  # the image processor's own limits
 
 DESCRIPTION = """\
@@ -40,6 +43,7 @@ class Options:
     json: bool = False
     compare: bool = False
     quiet: bool = False
+    is_driver: bool = False
 
     @property
     def rows_per_step(self) -> int:
@@ -70,6 +74,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, Settings]:
         json=args.json,
         compare=args.compare,
         quiet=args.quiet,
+        is_driver=args.in_own_session,
     )
     _check(options)
     return options, Settings.from_args(args)
@@ -130,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run today's path and the chosen one on the same seed; fail unless losses and payload are identical",
     )
     out.add_argument("--quiet", action="store_true", help="no progress")
+    out.add_argument(DRIVER, action="store_true", help=argparse.SUPPRESS)
     add_arguments(parser)
     return parser
 

@@ -59,6 +59,12 @@ class Rollout:
         self._client = attach(tq_config, with_plugin)
         self._lines.attach()
 
+    async def leave(self) -> None:
+        """Close the client. Not on the event loop: closing waits for what runs there."""
+        from relax_tq_rdma.demo.data_system import leave
+
+        await asyncio.get_running_loop().run_in_executor(None, leave)
+
     async def produce(self, step: int, weights: model.Weights) -> Produced:
         """Make the samples of ``step`` and put them into partition ``train_<step>``."""
         partition = f"train_{step}"

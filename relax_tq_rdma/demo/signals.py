@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM become exceptions, so that every ``finally`` runs; while they run, further signals wait."""
+"""Ctrl-C and SIGTERM end the job by ``KeyboardInterrupt``, so that every ``finally`` runs, undisturbed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+_terminated = False
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM. A kind of ``KeyboardInterrupt``: what ends a job on Ctrl-C ends it here too."""
+
+def was_terminated() -> bool:
+    """Whether the ``KeyboardInterrupt`` at hand stands for a SIGTERM. Its type cannot tell: Ray raises its own."""
+    return _terminated
 
 
 def listen() -> None:
@@ -43,4 +46,6 @@ def ignored() -> Iterator[None]:
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
+    global _terminated
+    _terminated = True
+    raise KeyboardInterrupt

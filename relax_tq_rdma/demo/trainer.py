@@ -106,6 +106,12 @@ class Trainer:
             lines=self._lines.take(),
         )
 
+    def leave(self) -> None:
+        """Close the client."""
+        from relax_tq_rdma.demo.data_system import leave
+
+        leave()
+
     def _make_store(self, address: str, port: int, **role: Any) -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]  # public, but missing from torch.distributed.__all__
             address,

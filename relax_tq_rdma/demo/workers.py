@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from relax_tq_rdma.demo import model
+from relax_tq_rdma.demo.cluster import Cluster
 from relax_tq_rdma.demo.options import Options
 from relax_tq_rdma.demo.rollout import Produced, Rollout
 from relax_tq_rdma.demo.trainer import Trained, Trainer
@@ -14,6 +15,7 @@ from relax_tq_rdma.errors import DataplaneError, TransferError
 START_SECONDS = 180.0
 """Importing torch and transformers in every process of a busy two-core machine takes its time."""
 
+LEAVE_SECONDS = 5.0
 ROWS_SECONDS = 300.0
 STEP_SECONDS = ROWS_SECONDS + 120.0
 
@@ -21,13 +23,15 @@ STEP_SECONDS = ROWS_SECONDS + 120.0
 class Workers:
     """Unnamed actors without a CPU reservation: they die with the driver, whatever ends it."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, with_plugin: bool) -> None:
         import ray
 
         self._options = options
+        self._with_plugin = with_plugin
+        self._connected = False
         self._rollout = (
             ray.remote(Rollout)
-            .options(num_cpus=0)
+            .options(num_cpus=0, max_concurrency=1)  # it works ahead, but on one step at a time
             .remote(options.seed, options.prompts, options.samples_per_prompt, options.image_max_tokens)
         )
         trainer = ray.remote(Trainer).options(num_cpus=0)
@@ -35,15 +39,16 @@ class Workers:
             trainer.remote(rank, options.mesh, options.seed, ROWS_SECONDS) for rank in range(options.mesh.world)
         ]
 
-    def connect(self, tq_config: Any, with_plugin: bool, per_rank: bool) -> None:
+    def connect(self, tq_config: Any, per_rank: bool) -> None:
         """Attach every actor to the data system and form the cohort's process groups."""
         batch_size = self._options.rows_per_step // self._options.mesh.dp
         address, port = self._get([self._trainers[0].open_store.remote()], "the rendezvous of the trainer ranks")[0]
         joins = [
-            trainer.join.remote(address, port, tq_config, with_plugin, batch_size, per_rank)
+            trainer.join.remote(address, port, tq_config, self._with_plugin, batch_size, per_rank)
             for trainer in self._trainers
         ]
-        self._get([self._rollout.connect.remote(tq_config, with_plugin), *joins], "the start of the actors")
+        self._connected = True
+        self._get([self._rollout.connect.remote(tq_config, self._with_plugin), *joins], "the start of the actors")
 
     def produce(self, step: int, weights: model.Weights) -> Any:
         """Start a rollout; returns its future."""
@@ -64,11 +69,17 @@ class Workers:
         result: Produced = self._get([rollout], "a rollout")[0]
         return result
 
-    def stop(self) -> None:
-        """End all actors."""
+    def stop(self, cluster: Cluster) -> None:
+        """End all actors. With the plugin each closes its client first, so that its storage segment is given back at
+        once; one that is stuck (in a collective, say) is ended without."""
         import ray
 
-        for actor in (self._rollout, *self._trainers):
+        if not cluster.answers():
+            return  # actors end with their Ray
+        actors = (self._rollout, *self._trainers)
+        if self._with_plugin and self._connected:
+            ray.wait([actor.leave.remote() for actor in actors], num_returns=len(actors), timeout=LEAVE_SECONDS)
+        for actor in actors:
             ray.kill(actor)
 
     def _wait(self, needed: list[Any], watched: list[Any], what: str) -> None:
