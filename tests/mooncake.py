@@ -33,9 +33,9 @@ store.close()
 
 
 class MooncakeMaster:
-    """A master on loopback. ``flags``: more of its own, for example ``client_ttl=2``."""
+    """A master on loopback. ``binary``: by default the installed wheel's; ``flags``: more, such as ``client_ttl=2``."""
 
-    def __init__(self, log: Path, **flags: Any) -> None:
+    def __init__(self, log: Path, *, binary: Path | None = None, **flags: Any) -> None:
         self.rpc_port, self.metrics_port = _free_port(), _free_port()
         chosen = {
             "rpc_address": "127.0.0.1",
@@ -47,7 +47,7 @@ class MooncakeMaster:
             "eviction_ratio": 0.0,
             **flags,
         }
-        command = [str(master_binary()), *(f"--{name}={value}" for name, value in chosen.items())]
+        command = [str(binary or master_binary()), *(f"--{name}={value}" for name, value in chosen.items())]
         with open(log, "ab") as out:
             self.process = subprocess.Popen([*command, "--undefok=metrics_host"], stdout=out, stderr=out)
         deadline = time.monotonic() + 20
