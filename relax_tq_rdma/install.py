@@ -14,6 +14,7 @@ from relax_tq_rdma.compat import HostFacts
 from relax_tq_rdma.errors import StartError, UsageError
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.summary import PREFIX, start_line
+from relax_tq_rdma.transport.hazards import quiet_native_log
 
 if TYPE_CHECKING:
     from relax_tq_rdma.seams.on_import import AfterImport
@@ -97,6 +98,8 @@ def uninstall() -> None:
 
 
 def _ready_as_driver(settings: Settings) -> _Installed:
+    if settings.wants_mooncake:
+        quiet_native_log()
     from relax_tq_rdma.seams.base import require
     from relax_tq_rdma.seams.tq_init import TqInit
     from relax_tq_rdma.seams.tq_registry import TqRegistry
@@ -109,6 +112,7 @@ def _ready_as_driver(settings: Settings) -> _Installed:
 
 
 def _ready_as_worker() -> _Installed:
+    quiet_native_log()
     installed = _Installed(None)
     if "transfer_queue" in sys.modules:
         _take_seams_of_worker(installed)

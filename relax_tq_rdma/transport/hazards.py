@@ -19,6 +19,9 @@ from relax_tq_rdma.transport.report import RdmaDevice
 
 logger = logging.getLogger(__name__)
 
+LOG_LEVEL = "MC_LOG_LEVEL"
+"""Level of Mooncake's native log. Read when its library is loaded, so it must be set before the first import."""
+
 MEMCPY = "MC_STORE_MEMCPY"
 GID_INDEX = "MC_GID_INDEX"
 _GID_INDEX_OF_NCCL = "NCCL_IB_GID_INDEX"  # Mooncake reads it when its own is not set
@@ -58,6 +61,14 @@ def guard_environment(mooncake_version: str) -> None:
             f"unset {MEMCPY}, or install Mooncake 0.3.11 or later"
         )
     logger.warning("%s=%s is kept as set by hand; the data plane was tested with it off", MEMCPY, value)
+
+
+def quiet_native_log() -> None:
+    """Let Mooncake log errors only, unless a level is set by hand: its INFO lines bury the start line.
+
+    Nothing is lost that the plugin relies on: it checks every status itself, and its child processes log in full.
+    """
+    os.environ.setdefault(LOG_LEVEL, "ERROR")
 
 
 def guard_gid_index(devices: Sequence[RdmaDevice]) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from relax_tq_rdma.transport.hazards import LOG_LEVEL
+
 _POLL_SECONDS = 0.02
 
 
@@ -88,10 +90,12 @@ def module_environment() -> dict[str, str]:
     """Environment in which a child imports what this process would import.
 
     Ray puts working folders and packages of a job on ``sys.path`` of its workers only, so the path itself is handed on.
-    Run the child with ``cwd="/"``: ``-m`` puts the working folder first on the path.
+    Run the child with ``cwd="/"``: ``-m`` puts the working folder first on the path. The native log is not quietened
+    there: what it says explains a child that hangs or dies.
     """
     paths = [os.path.abspath(path) for path in sys.path if path]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    environment = {name: value for name, value in os.environ.items() if name != LOG_LEVEL}
+    return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def _start_ticks(pid: int) -> int | None:

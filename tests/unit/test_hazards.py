@@ -6,6 +6,7 @@ import pytest
 
 from relax_tq_rdma.errors import StartError, TransferError
 from relax_tq_rdma.transport import hazards
+from relax_tq_rdma.transport.process import module_environment
 from relax_tq_rdma.transport.report import RdmaDevice
 
 BAD = "0.3.10.post2"
@@ -14,7 +15,7 @@ GOOD = "0.3.13.post1"
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in (hazards.MEMCPY, hazards.GID_INDEX, "NCCL_IB_GID_INDEX"):
+    for name in (hazards.LOG_LEVEL, hazards.MEMCPY, hazards.GID_INDEX, "NCCL_IB_GID_INDEX"):
         # Set first: what a guard sets later is then taken back at the end.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -124,3 +125,12 @@ def test_a_client_is_refused_in_a_forked_child():
     told = os.read(read, 4096).decode()
     assert f"made in process {parent}" in told
     assert "spawn" in told
+
+
+def test_the_native_log_is_quiet_in_the_job_and_whole_in_its_children(monkeypatch):
+    hazards.quiet_native_log()
+    assert os.environ[hazards.LOG_LEVEL] == "ERROR"
+    assert hazards.LOG_LEVEL not in module_environment()
+    monkeypatch.setenv(hazards.LOG_LEVEL, "INFO")
+    hazards.quiet_native_log()
+    assert os.environ[hazards.LOG_LEVEL] == "INFO"
