@@ -176,7 +176,8 @@ class Guard:
             self._close_what_is_there()  # the host has restarted Ray without a word
         job = secrets.token_hex(8)
         accounting.configure(settings.accounting, job=job)
-        with RayPort(settings, job, self.original_init, self.original_close) as port:
+        port = RayPort(settings, job, self.original_init, self.original_close)
+        with port, tq_state.expected_bootstrap():
             started = start_job(settings, conf, port, job=job, on_fallback=accounting.record_fallback)
         self._running = _Running(job, port, started, os.getpid())
         atexit.unregister(self._at_exit)

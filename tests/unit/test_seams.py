@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -371,3 +372,22 @@ def test_a_forked_child_does_not_close_the_drivers_data_plane(monkeypatch: pytes
     world.guard._running = tq_init._Running("job1", None, None, os.getpid() + 1)
     world.guard._at_exit()
     assert world.calls == []
+
+
+def test_the_error_of_a_bootstrap_that_is_not_wanted_is_dropped_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    from transfer_queue import interface
+
+    from relax_tq_rdma.seams import tq_state
+
+    noise = "Not found available MooncakeStore storage resources, please check the config."
+    interface.logger.addHandler(caplog.handler)
+    try:
+        with tq_state.expected_bootstrap():
+            interface.logger.error(noise)
+            interface.logger.error("something else")
+        interface.logger.error(noise)
+    finally:
+        interface.logger.removeHandler(caplog.handler)
+    heard = [record.getMessage() for record in caplog.records]
+    assert list(dict.fromkeys(heard)) == ["something else", noise]
+    assert "Not found available" in Path(interface.__file__).read_text(), "upstream words it differently now"
