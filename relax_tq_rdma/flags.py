@@ -11,6 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from relax_tq_rdma.errors import UsageError
+from relax_tq_rdma.transport import address
+
+_MOST = 1 << 40
+"""Of a MiB or byte count; more is a slip of the keyboard, and no format on the way to other processes holds any int."""
+
 
 def _positive_int(text: str) -> int:
     try:
@@ -19,7 +25,7 @@ def _positive_int(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
     if value <= 0:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {value}")
-    return value
+    return _bounded(value)
 
 
 def _natural_int(text: str) -> int:
@@ -29,7 +35,21 @@ def _natural_int(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
     if value < 0:
         raise argparse.ArgumentTypeError(f"expected 0 or more, got {value}")
+    return _bounded(value)
+
+
+def _bounded(value: int) -> int:
+    if value > _MOST:
+        raise argparse.ArgumentTypeError(f"expected at most {_MOST}, got {value}")
     return value
+
+
+def _endpoint(text: str) -> str:
+    """``host:port``, or empty for none."""
+    try:
+        return str(address.parse(text)) if text.strip() else ""
+    except UsageError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
 
 
 def _seconds(text: str) -> float:
@@ -137,6 +157,7 @@ FLAGS: tuple[Flag, ...] = (
         "L1",
         "host:port of a running mooncake_master; needed with mooncake unless --tq-mooncake-auto-init job-owned",
         "",
+        type=_endpoint,
         metavar="ADDR",
     ),
     Flag(

@@ -54,6 +54,11 @@ def install(settings: Settings | argparse.Namespace | None = None, *, host: Host
     global _installed
     if isinstance(settings, argparse.Namespace):
         settings = Settings.from_args(settings)
+    if settings is not None and not isinstance(settings, Settings):
+        raise UsageError(
+            f"relax_tq_rdma.install takes Settings or parsed arguments, not {type(settings).__name__}: "
+            "use Settings.from_flags([...])"
+        )
     with _lock:
         if _installed is not None:
             if settings is None or settings == _installed.settings:

@@ -67,9 +67,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             if value is None:
                 continue
             try:
-                values[flag.setting] = msgspec.convert({flag.setting: value}, cls).__getattribute__(flag.setting)
+                value = getattr(msgspec.convert({flag.setting: value}, cls), flag.setting)
+                values[flag.setting] = flag.type(str(value)) if flag.type else value
             except msgspec.ValidationError as exc:
                 raise UsageError(f"{flag.name}: {value!r} is not valid: {exc}") from None
+            except argparse.ArgumentTypeError as exc:
+                raise UsageError(f"{flag.name}: {exc}") from None
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

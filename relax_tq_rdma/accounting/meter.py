@@ -25,7 +25,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from relax_tq_rdma.accounting.extent import Comb, comb, covered
-from relax_tq_rdma.accounting.names import Path
+from relax_tq_rdma.accounting.names import Path, printable
 from relax_tq_rdma.accounting.records import Batch, FieldStats
 
 _NUMBERS: dict[type, int] = {bool: 1, int: 8, float: 8, complex: 16}
@@ -41,7 +41,7 @@ def measure_batch(data: Mapping[str, Any] | TensorDictBase, *, content: bool = F
     """
     fields: list[FieldStats] = []
     for name in data.keys():  # noqa: SIM118  a TensorDict iterates over rows, not keys
-        fields += _field(str(name), data[name], content)
+        fields += _field(printable(str(name)), data[name], content)
     rows = data.batch_size[0] if isinstance(data, TensorDictBase) and data.batch_size else _rows(fields)
     return Batch(rows=rows, fields=tuple(fields), unique_by="content" if content else "identity")
 

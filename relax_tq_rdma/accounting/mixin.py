@@ -8,7 +8,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
 from relax_tq_rdma.accounting.ledger import Operation
-from relax_tq_rdma.accounting.names import VERIFY_PREFIX
+from relax_tq_rdma.accounting.names import VERIFY_PREFIX, printable
 from relax_tq_rdma.accounting.notes import reason, say_once
 from relax_tq_rdma.accounting.process import Accounting, current
 from relax_tq_rdma.accounting.records import Batch
@@ -91,7 +91,7 @@ def _measured(data: Any, content: bool = False) -> Batch | None:
 
 def _step(metadata: Any) -> str:
     partitions = getattr(metadata, "partition_ids", None)
-    return str(partitions[0]) if partitions else ""
+    return printable(str(partitions[0])) if partitions else ""
 
 
 def _failed(accounting: Accounting, operation: Operation, error: BaseException) -> None:

@@ -42,6 +42,12 @@ FIELD_LIMIT = 64
 OTHER = "other"
 """Label of every field beyond the first :data:`FIELD_LIMIT`, and of any value outside its set."""
 
+
+def printable(name: str) -> str:
+    """A caller's field or partition name with lone surrogates escaped: no outlet could encode them."""
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
+
+
 RUNGS = (
     "MooncakeStore/rdma+gdr",
     "MooncakeStore/rdma",

@@ -161,3 +161,13 @@ def test_off_is_a_plain_call(monkeypatch):
 
     asyncio.run(step())
     assert manager.calls == [("put", data, meta, None), ("get", meta), ("clear", meta)]
+
+
+def test_names_that_no_outlet_can_encode_do_not_reach_the_job(lines, caplog):
+    accounting.configure("verbose", job="mixin", node="n", sink=lines.append)
+    manager, meta = Counted(), Meta("train_\ud801")
+    asyncio.run(manager.put_data(TensorDict({"a\ud800": torch.zeros(2, 4)}, batch_size=2), meta))
+    asyncio.run(manager.clear_data(meta))
+    accounting.flush()
+    assert parse_step_line(lines[0])["step"] == r"train_\ud801"
+    assert not caplog.records

@@ -142,3 +142,9 @@ def test_uninstall_is_refused_while_the_data_plane_runs(monkeypatch: pytest.Monk
     with pytest.raises(StartError, match=r"call transfer_queue\.close\(\) first"):
         relax_tq_rdma.uninstall()
     guard._joined = ""
+
+
+@pytest.mark.parametrize("wrong", ["--dataplane-accounting", {"accounting": "summary"}, []])
+def test_install_refuses_what_are_no_settings(wrong: Any) -> None:
+    with pytest.raises(UsageError, match=r"takes Settings .* Settings.from_flags"):
+        relax_tq_rdma.install(wrong)

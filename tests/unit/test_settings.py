@@ -78,6 +78,11 @@ def test_flags_are_parsed_into_typed_settings():
         ["--tq-gdr-staging-mb", "0"],
         ["--tq-gdr-staging-mb", "many"],
         ["--tq-batch-bytes-budget", "-1"],
+        ["--tq-gdr-staging-mb", "9" * 30],
+        ["--tq-batch-bytes-budget", "9" * 30],
+        ["--tq-mooncake-master-address", "garbage"],
+        ["--tq-mooncake-master-address", "host:0"],
+        ["--tq-mooncake-master-address", "::1:50051"],
         ["--tq-init-timeout-seconds", "0"],
         ["--tq-init-timeout-seconds", "nan"],
         ["--tq-init-timeout-seconds", "inf"],
@@ -152,3 +157,18 @@ def test_section_absent_damaged_or_newer():
     section, notes = read_section({KEY: newer})
     assert section == SECTION
     assert len(notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tq_init_timeout_seconds", -3),
+        ("tq_init_timeout_seconds", float("nan")),
+        ("tq_gdr_staging_mb", 0),
+        ("tq_batch_bytes_budget", -1),
+        ("tq_mooncake_master_address", "10.0.0.1"),
+    ],
+)
+def test_a_namespace_of_the_host_is_held_to_the_ranges_of_the_flags(name, value):
+    with pytest.raises(UsageError, match="--" + name.replace("_", "-")):
+        Settings.from_args(argparse.Namespace(**{name: value}))
