@@ -88,7 +88,10 @@ def next_rung(decision: Decision, settings: Settings, problem: Problem) -> Decis
     at = _index(ladder, decision)
     finding = Finding(problem.node, problem.check, problem.reason)
     if ladder[at].backend == "SimpleStorage":
-        message = f"TransferQueue with SimpleStorage could not be started: {describe([finding])}"
+        message = (
+            f"TransferQueue with SimpleStorage could not be started: {describe([finding])}; mend this, or raise "
+            "--tq-init-timeout-seconds if the machine is only slow"
+        )
         return Refusal(message=message, fallbacks=decision.fallbacks)
     if settings.rdma_mode == "required":
         return _refuse_required(ladder[at], describe([finding]))
