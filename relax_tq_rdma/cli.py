@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from relax_tq_rdma.errors import DataplaneError, UsageError
+from relax_tq_rdma.errors import DataplaneError, StartError, UsageError
 from relax_tq_rdma.version import __version__
 
 app = typer.Typer(
@@ -69,6 +69,9 @@ def _exit_with(run: Callable[[list[str]], int], argv: list[str]) -> None:
         code = 2
     except DataplaneError as exc:
         _complain(exc)
+        code = 1
+    except ImportError as exc:
+        _complain(StartError(f"a package cannot be imported ({exc}): install relax-tq-rdma with its dependencies"))
         code = 1
     except KeyboardInterrupt:
         typer.echo("relax-tq-rdma: interrupted", err=True)

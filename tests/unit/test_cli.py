@@ -27,7 +27,10 @@ def test_unknown_command_is_a_usage_error():
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(("error", "code"), [(UsageError("a\nb"), 2), (StartError("c"), 1), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(UsageError("a\nb"), 2), (StartError("c"), 1), (ImportError("no ray"), 1), (KeyboardInterrupt(), 130)],
+)
 def test_errors_become_sentences_and_exit_codes(error, code, capsys):
     def fail(argv):
         raise error
