@@ -90,11 +90,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             UsageError: a known key holds an invalid value.
         """
+        if not isinstance(plain, Mapping):
+            raise UsageError(f"settings of the job cannot be read: {type(plain).__name__} instead of a mapping")
         known = {field.name for field in msgspec.structs.fields(cls)}
         notes = [
             f"setting {key!r} is not known to this version of relax-tq-rdma and is ignored; "
             "install the same version on every node"
-            for key in sorted(set(plain) - known)
+            for key in sorted(set(plain) - known, key=str)
         ]
         try:
             return msgspec.convert({k: v for k, v in plain.items() if k in known}, cls), notes

@@ -172,3 +172,10 @@ def test_section_absent_damaged_or_newer():
 def test_a_namespace_of_the_host_is_held_to_the_ranges_of_the_flags(name, value):
     with pytest.raises(UsageError, match="--" + name.replace("_", "-")):
         Settings.from_args(argparse.Namespace(**{name: value}))
+
+
+def test_a_damaged_section_is_a_usage_error():
+    for damaged in ("text", ["list"], 7):
+        with pytest.raises(UsageError, match="instead of a mapping"):
+            Settings.from_dict(damaged)
+    assert len(Settings.from_dict({1: 2, "later": 3})[1]) == 2
