@@ -7,11 +7,15 @@ the job runs in a session of its own, and this process hands signals to its driv
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+
+import psutil
 
 from relax_tq_rdma.demo import signals
 from relax_tq_rdma.demo.options import DRIVER
@@ -20,6 +24,7 @@ from relax_tq_rdma.errors import TransferError
 STOP_SECONDS = 90.0
 """For the driver's clean-up; each of its steps has a deadline of its own."""
 
+_MEMBERS_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,6 +50,8 @@ def run_driver(argv: Sequence[str], *, capture: bool = False) -> tuple[int, byte
         except KeyboardInterrupt:
             _stop(driver)
             raise
+        finally:
+            _end_session(driver.pid)
     if driver.returncode < 0:
         raise TransferError(f"the job's driver was ended by {signal.Signals(-driver.returncode).name}")
     return driver.returncode, output or b""
@@ -57,6 +64,25 @@ def _stop(driver: subprocess.Popen[bytes]) -> None:
             driver.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             driver.kill()
+
+
+def _end_session(session: int) -> None:
+    """End what a driver that was killed could not: Ray's agents live on for a minute to report to a Ray that is gone.
+
+    The session's id is the driver's pid, which is given to no other process while the session has members.
+    """
+    members = [process for process in psutil.process_iter() if _session_of(process.pid) == session]
+    _, alive = psutil.wait_procs(members, timeout=_MEMBERS_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return -1
 
 
 def _die_with_parent() -> None:
