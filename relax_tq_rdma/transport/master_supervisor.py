@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import msgspec
+import psutil
 
 from relax_tq_rdma.errors import StartError
 from relax_tq_rdma.transport.ports import PortLease, is_free, lease_port
@@ -202,7 +203,13 @@ class Supervisor:
         self._record()
 
     def ready(self, rpc_port: int, metrics_port: int) -> bool:
-        """Whether the child answers on both ports: a health page that says so, and an RPC port that accepts."""
+        """Whether the child answers on both ports: a health page that says so, and an RPC port that accepts.
+
+        The RPC port must be the child's own: a stranger who took it in the last moment accepts just as well, and the
+        master dies of that only some time after its health page is up (FC-17).
+        """
+        if self._child is None or not _listens(self._child.pid, rpc_port):
+            return False
         return _healthy(metrics_port) and _accepts(self.request.host, rpc_port)
 
     def why_exited(self, rpc_port: int, metrics_port: int) -> tuple[str, bool]:
@@ -244,6 +251,14 @@ class Supervisor:
             half.write_bytes(msgspec.json.encode(record))
             half.replace(path)
         return master
+
+
+def _listens(pid: int, port: int) -> bool:
+    try:
+        connections = psutil.Process(pid).net_connections(kind="tcp")
+    except psutil.Error:  # it has ended
+        return False
+    return any(entry.status == psutil.CONN_LISTEN and entry.laddr.port == port for entry in connections)
 
 
 def _healthy(metrics_port: int) -> bool:
