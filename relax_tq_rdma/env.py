@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from relax_tq_rdma.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -59,3 +61,21 @@ VARIABLES: tuple[Variable, ...] = (
     STORE_CALL_SECONDS,
     STORE_WAIT_SECONDS,
 )
+
+
+def seconds(variable: Variable) -> float:
+    """Value of a variable that holds a duration.
+
+    Raises:
+        UsageError: it is not a number of seconds above 0.
+    """
+    text = variable.read()
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 86400:
+        raise UsageError(
+            f"{variable.name}={text!r}: expected seconds as a number above 0, for example {variable.default}"
+        )
+    return value

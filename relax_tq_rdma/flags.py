@@ -52,6 +52,18 @@ def _endpoint(text: str) -> str:
         raise argparse.ArgumentTypeError(str(exc)) from None
 
 
+def _metadata_server(text: str) -> str:
+    """What Mooncake takes: ``P2PHANDSHAKE``, an ``http://`` or ``etcd://`` address, or ``host:port``."""
+    word = text.strip()
+    if word.upper() == "P2PHANDSHAKE":
+        return "P2PHANDSHAKE"
+    try:
+        address.parse(word.partition("://")[2].split("/")[0] if word.startswith(("http://", "etcd://")) else word)
+    except UsageError as exc:
+        raise argparse.ArgumentTypeError(f"expected P2PHANDSHAKE or HOST:PORT ({exc})") from None
+    return word
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -149,6 +161,7 @@ FLAGS: tuple[Flag, ...] = (
         "L1",
         "Mooncake metadata: P2PHANDSHAKE (no extra service) or host:port of an HTTP metadata server",
         "P2PHANDSHAKE",
+        type=_metadata_server,
         metavar="ADDR",
     ),
     Flag(

@@ -115,7 +115,9 @@ def _parser() -> argparse.ArgumentParser:
     ]
     for name, value, least, text in counts:
         job.add_argument(name, type=_at_least(least), default=value, metavar="N", help=f"{text} (default: {value})")
-    job.add_argument("--seed", type=int, default=default.seed, metavar="N", help="seed of prompts, weights and answers")
+    job.add_argument(
+        "--seed", type=_seed, default=default.seed, metavar="N", help="seed of prompts, weights and answers"
+    )
     job.add_argument(
         "--per-rank-fetch", action="store_true", help="host switch: every rank fetches, instead of one that broadcasts"
     )
@@ -151,6 +153,17 @@ def _at_least(least: int) -> type[int]:
         return value
 
     return number  # type: ignore[return-value]  # argparse takes any callable
+
+
+def _seed(text: str) -> int:
+    """What torch takes as a seed."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 2^63 - 1, got {text}")
+    return value
 
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:

@@ -25,6 +25,7 @@ from relax_tq_rdma.transport.decision import Refusal, decide, nodes_ok
 from relax_tq_rdma.transport.findings import unique_names
 from relax_tq_rdma.transport.probe import ProbeRequest, probe_node, with_check
 from relax_tq_rdma.transport.report import Check, Decision, NodeReport
+from relax_tq_rdma.transport.rundir import run_dir
 
 ALL_CAPABILITIES = Settings(storage_backend="mooncake", transport="rdma", rdma_mode="auto", use_gdr=True)
 """Settings under which every check runs: what could this node do?"""
@@ -87,9 +88,11 @@ def examine(options: Options, settings: Settings) -> Diagnosis:
     """Look at this node or the cluster.
 
     Raises:
-        UsageError: an ``RTQ_*`` size is no number.
-        StartError: ``--cluster`` without Ray or without a running cluster.
+        UsageError: an ``RTQ_*`` size or duration is no number.
+        StartError: ``--cluster`` without Ray or without a running cluster; or the run folder cannot be used.
     """
+    if settings.wants_mooncake:
+        _check_own_settings(options, settings)
     asked = settings if settings.wants_mooncake else ALL_CAPABILITIES
     where = "the nodes of the cluster" if options.cluster else "this node"
     with progress(f"probing {where}, at most {settings.init_timeout_seconds:g} s"):
@@ -108,6 +111,14 @@ def examine(options: Options, settings: Settings) -> Diagnosis:
         outcome=decide(settings, [r for r in own if r.checks[0].name != "report"], names),
         variables=variables(os.environ),
     )
+
+
+def _check_own_settings(options: Options, settings: Settings) -> None:
+    """What the job would only notice when it is too late to ask anybody."""
+    for variable in (env.STORE_CALL_SECONDS, env.STORE_WAIT_SECONDS):
+        env.seconds(variable)
+    if settings.mooncake_auto_init == "job-owned" and str(options.root) == "/":
+        run_dir("masters")
 
 
 def _seams() -> list[SeamReport]:

@@ -11,9 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from relax_tq_rdma import env
-from relax_tq_rdma.errors import UsageError
-
 T = TypeVar("T")
 
 
@@ -52,21 +49,3 @@ def bounded(call: Callable[[], T], limit: float, *, hold: Any = None) -> T:
         raise value
     result: T = value
     return result
-
-
-def seconds(variable: env.Variable) -> float:
-    """Value of a variable that holds a duration.
-
-    Raises:
-        UsageError: it is not a number of seconds above 0.
-    """
-    text = variable.read()
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 86400:
-        raise UsageError(
-            f"{variable.name}={text!r}: expected seconds as a number above 0, for example {variable.default}"
-        )
-    return value

@@ -28,7 +28,6 @@ from transfer_queue.utils.mooncake_utils import chunk_subkeys
 from relax_tq_rdma import accounting, env
 from relax_tq_rdma.errors import StartError, TransferError
 from relax_tq_rdma.section import read_section
-from relax_tq_rdma.staging.calls import seconds
 from relax_tq_rdma.staging.connect import client_config
 from relax_tq_rdma.staging.errors import MASTER_SILENT, StoreFault
 from relax_tq_rdma.staging.regions import Overlap, Regions
@@ -81,7 +80,7 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             segment=Segment(store, self.protocol, section.job, own, mounted=config["global_segment_size"]),
             replicas=self.replica_config,
             master=section.master,
-            wait_limit=seconds(env.STORE_WAIT_SECONDS),
+            wait_limit=env.seconds(env.STORE_WAIT_SECONDS),
         )
 
     def put(self, keys: list[str], values: list[Any]) -> list[Meta]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from relax_tq_rdma import env
-from relax_tq_rdma.staging.calls import Abandoned, bounded, seconds
+from relax_tq_rdma.staging.calls import Abandoned, bounded
 from relax_tq_rdma.staging.errors import OK, RESTART, StoreFault, meaning
 from relax_tq_rdma.transport.hazards import check_same_process
 
@@ -36,7 +36,7 @@ class CheckedStore:
         self._master = master
         self._pid = os.getpid()
         self._abandoned = False
-        self.limit = seconds(env.STORE_CALL_SECONDS)
+        self.limit = env.seconds(env.STORE_CALL_SECONDS)
 
     @property
     def mounts_later(self) -> bool:

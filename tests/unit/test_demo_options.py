@@ -37,6 +37,8 @@ def test_job_and_plugin_flags_together():
         (["--zzzzzz"], "unknown flag --zzzzzz (see"),
         (["steps"], "unexpected argument 'steps'"),
         (["--steps", "0"], "--steps: expected 1 or more, got 0"),
+        (["--seed", "x"], "--seed: expected a whole number, got 'x'"),
+        (["--seed", str(2**63)], "--seed: expected a number from 0 to 2^63 - 1"),
         (["--steps", "many"], "--steps: expected a whole number, got 'many'"),
         (["--tp", "3"], "--tp 3"),
         (["--pp", "5"], "--pp 5"),

@@ -352,6 +352,19 @@ def test_a_bad_size_in_the_environment(tmp_path: Path, monkeypatch: pytest.Monke
         run(["--root", str(healthy(tmp_path).root), *MOONCAKE])
 
 
+def test_a_bad_duration_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RTQ_STORE_CALL_SECONDS", "abc")
+    with pytest.raises(UsageError, match="RTQ_STORE_CALL_SECONDS='abc'"):
+        run(["--root", str(healthy(tmp_path).root), *MOONCAKE])
+
+
+def test_a_run_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RTQ_RUN_DIR", str(tmp_path / "file"))
+    with pytest.raises(StartError, match="run folder"):
+        run(MOONCAKE)
+
+
 def test_cluster_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # the import then fails, as where Ray is not installed
     with pytest.raises(StartError, match="--cluster needs Ray"):

@@ -179,3 +179,15 @@ def test_a_damaged_section_is_a_usage_error():
         with pytest.raises(UsageError, match="instead of a mapping"):
             Settings.from_dict(damaged)
     assert len(Settings.from_dict({1: 2, "later": 3})[1]) == 2
+
+
+@pytest.mark.parametrize("text", ["", "zzz", "host:", "http://", "etcd://host", "host:99999"])
+def test_a_metadata_server_that_is_none_is_refused(text):
+    with pytest.raises(UsageError, match="--tq-mooncake-metadata-server"):
+        Settings.from_flags(["--tq-mooncake-metadata-server", text])
+
+
+@pytest.mark.parametrize("text", ["p2phandshake", "host:8080", "http://host:8080/metadata", "etcd://host:2379"])
+def test_metadata_servers_of_every_kind(text):
+    read = Settings.from_flags(["--tq-mooncake-metadata-server", text]).mooncake_metadata_server
+    assert read == ("P2PHANDSHAKE" if text.startswith("p2p") else text)
