@@ -19,8 +19,11 @@ SMALL = ["--steps", "2", "--prompts", "8", "--samples-per-prompt", "2", "--image
 """Eight prompts: seven with a picture, one text only."""
 
 
-MOONCAKE = ["--tq-storage-backend", "mooncake", "--tq-mooncake-auto-init", "job-owned"]
-ACCOUNTING = ["--dataplane-accounting", "verbose"]
+PATIENT = ["--tq-init-timeout-seconds", "90"]
+"""A slow machine is not what these tests are about."""
+
+MOONCAKE = ["--tq-storage-backend", "mooncake", "--tq-mooncake-auto-init", "job-owned", *PATIENT]
+ACCOUNTING = ["--dataplane-accounting", "verbose", *PATIENT]
 
 
 def command(*argv):
