@@ -17,7 +17,7 @@ from relax_tq_rdma.transport.hazards import guard_environment, guard_gid_index, 
 from relax_tq_rdma.transport.report import RdmaDevice
 from relax_tq_rdma.transport.wire import WireProof
 
-LOCAL_BUFFER_BYTES = 16 * 2**20
+LOCAL_BUFFER_BYTES = SEGMENT_BYTES = 16 * 2**20
 RPC_FAILED = -900
 ANY_KEY = "rtq_handshake"
 """A key nobody puts: asking for it proves that the master answers calls of this version."""
@@ -49,7 +49,7 @@ class PeerRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``root`` is the file-system root whose HCA counters are read, and ``ring`` is needed in mode ``ring`` only.
     """
 
-    mode: Literal["handshake", "ring"]
+    mode: Literal["handshake", "hold", "ring"]
     master: str
     hostname: str
     metadata_server: str = "P2PHANDSHAKE"
@@ -137,6 +137,19 @@ def set_up(request: PeerRequest, segment_bytes: int = 0) -> Any:
     code = store.is_exist(ANY_KEY)
     if code < 0:
         raise NativeError(explain_code("first call", code, version, request), _check_of(code, request))
+    return store
+
+
+def set_up_with_segment(request: PeerRequest) -> Any:
+    """Like :func:`set_up`, with a small segment of its own: mounted later where the wheel can, at set-up else."""
+    from mooncake.store import MooncakeDistributedStore
+
+    if not hasattr(MooncakeDistributedStore, "allocate_and_mount_segment"):
+        return set_up(request, SEGMENT_BYTES)
+    store = set_up(request)
+    mounted = store.allocate_and_mount_segment(SEGMENT_BYTES, request.protocol, "")
+    if mounted["ret"] != 0:
+        raise NativeError(f"a segment of {SEGMENT_BYTES} bytes cannot be mounted (code {mounted['ret']})", "memlock")
     return store
 
 

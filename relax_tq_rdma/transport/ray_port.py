@@ -26,6 +26,7 @@ from relax_tq_rdma.transport.agents import Agents, Node, alive_nodes, probe_clus
 from relax_tq_rdma.transport.failures import describe
 from relax_tq_rdma.transport.master import Master
 from relax_tq_rdma.transport.native import PeerRequest, Ring, metadata_url
+from relax_tq_rdma.transport.peer import CLOSE_SECONDS, HOLDING, Peer
 from relax_tq_rdma.transport.port import Controller, Problem, Verification
 from relax_tq_rdma.transport.report import Decision, NodeReport
 from relax_tq_rdma.transport.verdict import judge_ring
@@ -157,10 +158,10 @@ class RayPort:
 
     def verify(self, decision: Decision, conf: Any, master: str, limit: float) -> Verification:
         ends = time.monotonic() + limit
+        mooncake = decision.backend == "MooncakeStore"
         problems = [*self._verify_config(decision, limit), *self._verify_client(decision)]
         if not problems:
-            problems += self._verify_round_trip(ends)
-        mooncake = decision.backend == "MooncakeStore"
+            problems += self._verify_on_mooncake(decision, master, ends) if mooncake else self._verify_round_trip(ends)
         if problems or not mooncake:
             passed = int(not problems)
             return Verification(passed=passed, total=1, wire="tcp" if mooncake else "zmq", problems=tuple(problems))
@@ -235,6 +236,19 @@ class RayPort:
         if decision.backend == "MooncakeStore" and facts.protocol != decision.protocol:
             wrong.append(f"the storage client uses {facts.protocol or 'no protocol'}, not {decision.protocol}")
         return [Problem(reason=reason, check="verify") for reason in wrong]
+
+    def _verify_on_mooncake(self, decision: Decision, master: str, ends: float) -> list[Problem]:
+        """The round trip, with a small segment in the store that goes away with it: without one this driver would have
+        to mount its own, and take a share of all payload from then on."""
+        own = ray.get_runtime_context().get_node_id()
+        request = msgspec.structs.replace(self._request(own, decision, master), mode="hold")
+        with Peer(request, ends - time.monotonic()) as holder:
+            if not holder.reached(HOLDING):
+                failed = holder.finish()
+                return [Problem(reason=failed.reason, node=self._nodes[own].name, check=failed.check)]
+            problems = self._verify_round_trip(ends - CLOSE_SECONDS)
+            holder.finish()
+        return problems
 
     def _verify_round_trip(self, ends: float) -> list[Problem]:
         trip = _Background(lambda: tq_state.round_trip(f"rtq_verify_{self._job}", ends), "transfer-queue-verify")

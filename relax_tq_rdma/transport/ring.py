@@ -13,11 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from relax_tq_rdma.transport.native import ANY_KEY, RPC_FAILED, NativeError, PeerRequest, PeerResult, Ring, set_up
+from relax_tq_rdma.transport.native import (
+    ANY_KEY,
+    RPC_FAILED,
+    NativeError,
+    PeerRequest,
+    PeerResult,
+    Ring,
+    set_up_with_segment,
+)
 from relax_tq_rdma.transport.sysfs import Tree
 from relax_tq_rdma.transport.wire import Counter, judge, read_counters
 
-_SEGMENT_BYTES = 16 * 2**20
 _POLL_SECONDS = 0.02
 _QUIET_SECONDS = 0.1
 _REFUSED = b"refused"
@@ -52,7 +59,7 @@ def run_ring(request: PeerRequest, ends: float, step: Callable[[str], None]) -> 
     """
     assert request.ring is not None
     step("set-up")
-    store = _mounted(request)
+    store = set_up_with_segment(request)
     peer = _Peer(store, request, request.ring, ends)
     try:
         step("putting its own pattern")
@@ -173,16 +180,3 @@ class _Peer:
             if time.monotonic() >= self.ends:
                 return False
             time.sleep(_POLL_SECONDS)
-
-
-def _mounted(request: PeerRequest) -> Any:
-    """A client with a segment of its own: mounted after set-up where the wheel can, at set-up else."""
-    from mooncake.store import MooncakeDistributedStore
-
-    if not hasattr(MooncakeDistributedStore, "allocate_and_mount_segment"):
-        return set_up(request, _SEGMENT_BYTES)
-    store = set_up(request)
-    mounted = store.allocate_and_mount_segment(_SEGMENT_BYTES, request.protocol, "")
-    if mounted["ret"] != 0:
-        raise NativeError(f"a segment of {_SEGMENT_BYTES} bytes cannot be mounted (code {mounted['ret']})", "memlock")
-    return store

@@ -15,7 +15,7 @@ import pytest
 from relax_tq_rdma.transport import peer
 from relax_tq_rdma.transport.master import Master
 from relax_tq_rdma.transport.native import PeerRequest, Ring
-from relax_tq_rdma.transport.peer import run_peer
+from relax_tq_rdma.transport.peer import HOLDING, Peer, run_peer
 from relax_tq_rdma.transport.process import ProcessId
 from relax_tq_rdma.transport.report import RdmaDevice
 from relax_tq_rdma.transport.verdict import judge_ring
@@ -91,7 +91,7 @@ def test_a_master_that_never_answers_ends_in_time(silent):
 def test_the_child_ends_also_when_its_parent_is_killed(silent):
     code = (
         "import sys; from relax_tq_rdma.transport.native import PeerRequest\n"
-        "from relax_tq_rdma.transport.peer import run_peer\n"
+        "from relax_tq_rdma.transport.peer import HOLDING, Peer, run_peer\n"
         f"run_peer(PeerRequest(mode='handshake', master={silent!r}, hostname='127.0.0.1'), 3.0)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
@@ -142,6 +142,46 @@ def test_the_memcpy_hazard_is_refused_in_the_process_that_would_use_it(master, m
     result = run_peer(request(master.address), 20.0)
     assert result.check == "memcpy_hazard"
     assert "0.3.10" in result.reason
+
+
+def put_of_a_client_without_a_segment(address):
+    """Code of a put that can only go to somebody else's segment."""
+    code = (
+        "import sys; from relax_tq_rdma.transport import native\n"
+        "s = native.set_up(native.PeerRequest(mode='handshake', master=sys.argv[1], hostname='127.0.0.1'))\n"
+        "print('put', s.put(f'k{sys.argv[2]}', b'x')); s.close()"
+    )
+    command = [sys.executable, "-c", code, address, str(time.monotonic())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    return int(done.stdout.split("put ")[1])
+
+
+def test_a_holder_keeps_a_segment_as_long_as_it_is_wanted(master):
+    with Peer(request(master.address, mode="hold"), 30.0) as holder:
+        assert holder.reached(HOLDING)
+        assert put_of_a_client_without_a_segment(master.address) == 0
+        assert holder.finish().reason == ""
+    assert put_of_a_client_without_a_segment(master.address) == -200
+    with Peer(request("127.0.0.1:1", mode="hold"), 30.0) as holder:
+        assert not holder.reached(HOLDING)
+        assert holder.finish().check == "master"
+
+
+def test_a_holder_that_is_let_go_of_in_an_error_is_gone():
+    own = Master("interrupted")  # it is killed, so its segment stays in the master's books
+
+    def interrupted(address):
+        with Peer(request(address, mode="hold"), 30.0) as holder:
+            assert holder.reached(HOLDING)
+            raise KeyboardInterrupt
+
+    try:
+        address = own.start(20)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(address)
+        assert own_children() == []
+    finally:
+        own.stop()
 
 
 # --- versions (FC-16) -------------------------------------------------------------------------------------------------
@@ -230,21 +270,15 @@ def test_ring(master, size):
     assert (found.passed, found.total, found.problems) == ((1, 1, ()) if size == 2 else (size, size, ()))
 
 
-def test_a_ring_leaves_nothing_in_the_store(master):
-    run_ring(master.address, 2, token="leftovers")
-    code = (
-        "import sys; from relax_tq_rdma.transport import native\n"
-        "r = native.PeerRequest(mode='handshake', master=sys.argv[1], hostname='127.0.0.1')\n"
-        "s = native.set_up(r)\n"
-        "print('left', [s.is_exist(f'rtq_verify/leftovers/{i}/{w}') for i in (0, 1) for w in ('data', 'segment')],"
-        " 'put', s.put('k', b'x'))\n"
-        "s.close()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, master.address], capture_output=True, text=True, timeout=30, check=True
-    )
-    # -200: no segment of anybody is left to put into.
-    assert "left [0, 0, 0, 0] put -200" in done.stdout
+def test_a_ring_leaves_nothing_in_the_store():
+    own = Master("leftovers")  # other tests kill peers, and a killed peer's segment stays in the master's books
+    try:
+        address = own.start(20)
+        run_ring(address, 2, token="leftovers")
+        # No segment of anybody is left, and with the segments went the keys in them.
+        assert put_of_a_client_without_a_segment(address) == -200
+    finally:
+        own.stop()
 
 
 def test_a_neighbour_that_never_comes_is_named_in_time(master):
