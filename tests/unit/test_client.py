@@ -501,6 +501,21 @@ def test_a_forked_child_refuses_the_parents_store(make_client: MakeClient) -> No
     assert client.get(["0@x"], custom_backend_meta=metas) == [1]
 
 
+def test_a_forked_child_does_not_set_up_a_store_of_its_own(make_client: MakeClient) -> None:
+    """Native set-up hangs there (measured): a DataLoader worker is such a child."""
+    make_client(StrictStore())
+    child = os.fork()
+    if child == 0:
+        code, store = 1, StrictStore()
+        try:
+            make_client(store)
+        except StartError as exc:
+            code = 0 if "multiprocessing_context='spawn'" in str(exc) and store.setup_arguments == () else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 # --- set-up -----------------------------------------------------------------------------------------------------------
 
 
