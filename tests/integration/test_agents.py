@@ -6,6 +6,7 @@ import time
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.transport import agents as module
@@ -16,8 +17,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 MOONCAKE = Settings(storage_backend="mooncake", mooncake_auto_init="job-owned")
 LIMIT = 40.0
-ELSEWHERE = "198.51.100.7"
-"""An address nobody has (RFC 5737): the node that announces it dials out and cannot be dialled."""
+ELSEWHERE = "255.255.255.255"
+"""The node that announces it dials out and cannot be dialled: the kernel refuses to connect there, so that no packet
+leaves this machine, as it would with an address that somebody might have."""
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,14 @@ def living_agents():
 
     alive = [actor for actor in state.actors().values() if actor["State"] != "DEAD"]
     return [actor for actor in alive if actor["ActorClassName"] == NodeAgent.__name__]
+
+
+def wait_for_agents(seconds=20.0):
+    """Ray's table of actors runs a little behind."""
+    deadline = time.monotonic() + seconds
+    while not (found := living_agents()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
 
 
 def wait_until_gone(seconds=10.0):
@@ -69,7 +79,7 @@ def test_no_agent_is_left(probed):
 
 def test_no_agent_is_left_after_an_interruption(cluster, monkeypatch):
     def interrupt(*_):
-        assert living_agents()
+        assert wait_for_agents()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "gather", interrupt)
@@ -83,8 +93,9 @@ def test_an_agent_is_light(cluster):
         def heavy(self):
             return [name for name in ("torch", "transfer_queue", "mooncake", "tensordict") if name in sys.modules]
 
-    spy = ray.remote(num_cpus=0)(Spy).remote()
-    node_id = next(iter(alive_nodes()))
+    node_id = ray.get_runtime_context().get_node_id()
+    here = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)  # its announce address is not overridden
+    spy = ray.remote(num_cpus=0, scheduling_strategy=here)(Spy).remote()
     request = {"hosts": 1, "limit_seconds": 20.0}
     report = ray.get(spy.probe.remote(MOONCAKE.to_dict(), "here", node_id, request), timeout=LIMIT)
     assert report["node"] == "here"
