@@ -8,7 +8,6 @@ the driver (Linux parent-death signal), workers with their raylet.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import shutil
 import socket
@@ -75,7 +74,6 @@ def embedded(cpus: int) -> Iterator[Cluster]:
     _sweep(parent)
     folder = _make_folder(parent)
     before = _children()
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     keep = False
     try:
         try:

@@ -35,7 +35,7 @@ class Produced:
 
 
 class Rollout:
-    """``await connect(tq_config)`` once, then ``await produce(step, weights)`` per step.
+    """``await prepare()`` and ``await connect(tq_config)`` once, then ``await produce(step, weights)`` per step.
 
     The event loop of the actor is the one that awaits the client, and image processing runs in threads beside it, once
     per sample, as the host does it.
@@ -47,10 +47,14 @@ class Rollout:
         self._seed = seed
         self._prompts = prompts_per_step
         self._samples = samples_per_prompt
-        self._processor = ImageProcessor(max_tokens)
+        self._max_tokens = max_tokens
         self._threads = ThreadPoolExecutor(PROCESSOR_THREADS, thread_name_prefix="processor")
         self._client: Any = None
         self._lines = LineCatcher()
+
+    async def prepare(self) -> None:
+        """Load the image processor. Not in the constructor, whose errors Ray buries in its own."""
+        self._processor = ImageProcessor(self._max_tokens)
 
     async def connect(self, tq_config: Any, with_plugin: bool) -> None:
         """Join the job's data system."""

@@ -20,6 +20,7 @@ import psutil
 from relax_tq_rdma.demo import signals
 from relax_tq_rdma.demo.options import DRIVER
 from relax_tq_rdma.errors import TransferError
+from relax_tq_rdma.transport.hazards import LOG_LEVEL
 
 STOP_SECONDS = 90.0
 """For the driver's clean-up; each of its steps has a deadline of its own."""
@@ -42,6 +43,7 @@ def run_driver(argv: Sequence[str], *, capture: bool = False) -> tuple[int, byte
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE if capture else None,
+        env={**_quiet_libraries(), **os.environ},
         start_new_session=True,
         preexec_fn=_die_with_parent,
     ) as driver:
@@ -55,6 +57,15 @@ def run_driver(argv: Sequence[str], *, capture: bool = False) -> tuple[int, byte
     if driver.returncode < 0:
         raise TransferError(f"the job's driver was ended by {signal.Signals(-driver.returncode).name}")
     return driver.returncode, output or b""
+
+
+def _quiet_libraries() -> dict[str, str]:
+    """Defaults that keep the libraries' chatter out of the output; the user's own settings win."""
+    return {
+        LOG_LEVEL: "ERROR",  # Mooncake reads it when its library is loaded, so it must be there from the start
+        "TQ_NUM_THREADS": str(min(8, psutil.cpu_count(logical=False) or 1)),  # TransferQueue warns above that
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
 
 
 def _stop(driver: subprocess.Popen[bytes]) -> None:

@@ -34,6 +34,7 @@ class Workers:
             .options(num_cpus=0, max_concurrency=1)  # it works ahead, but on one step at a time
             .remote(options.seed, options.prompts, options.samples_per_prompt, options.image_max_tokens)
         )
+        self._prepared = self._rollout.prepare.remote()  # seconds of imports, while TransferQueue starts
         trainer = ray.remote(Trainer).options(num_cpus=0)
         self._trainers = [
             trainer.remote(rank, options.mesh, options.seed, ROWS_SECONDS) for rank in range(options.mesh.world)
@@ -48,7 +49,8 @@ class Workers:
             for trainer in self._trainers
         ]
         self._connected = True
-        self._get([self._rollout.connect.remote(tq_config, self._with_plugin), *joins], "the start of the actors")
+        connect = self._rollout.connect.remote(tq_config, self._with_plugin)
+        self._get([self._prepared, connect, *joins], "the start of the actors")
 
     def produce(self, step: int, weights: model.Weights) -> Any:
         """Start a rollout; returns its future."""
