@@ -25,11 +25,10 @@ Columns = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Fetched:
-    """Rows of one cohort in sample order. ``wait_s`` is spent until the rows exist, ``get_s`` in ``get_data`` (0 on a
-    rank that did not fetch), ``fanout_s`` in broadcasts or in waiting for the slowest rank."""
+    """Rows of one cohort in sample order. ``get_s`` is spent in ``get_data`` (0 on a rank that did not fetch),
+    ``fanout_s`` in broadcasts or in waiting for the slowest rank; the wait until rows exist is in neither."""
 
     rows: list[rows.Row]
-    wait_s: float
     get_s: float
     fanout_s: float
 
@@ -51,7 +50,6 @@ class Fetcher:
     def fetch(self, step: int) -> Fetched:
         """Raises ``TransferError`` on every rank of the cohort when one of them fails or rows do not come in time."""
         partition = f"train_{step}"
-        began = time.perf_counter()
         meta = self._wait_for_rows(partition)
         ready = time.perf_counter()
         with accounting.fanout(self._mode, partition):
@@ -59,7 +57,7 @@ class Fetcher:
             columns = self._fan_out(mine) if self._mode == "rank0" else mine
         fanned_out = time.perf_counter()
         assert columns is not None
-        return Fetched(rows.to_rows(columns), ready - began, get_s, fanned_out - ready - get_s)
+        return Fetched(rows.to_rows(columns), get_s, fanned_out - ready - get_s)
 
     def _wait_for_rows(self, partition: str) -> Any:
         """Poll in step until every rank that fetches has its metadata; returns this rank's, ``None`` if it has none.

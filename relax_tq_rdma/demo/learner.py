@@ -7,7 +7,6 @@ not depend on which DP rank happened to fetch which rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +16,6 @@ from relax_tq_rdma.demo.comm import Comm
 from relax_tq_rdma.demo.rows import MULTIMODAL, Row
 
 LEARNING_RATE = 0.005
-
-
-@dataclass(frozen=True)
-class Learned:
-    """Result of one step. ``loss`` is the mean over all rows of all DP ranks, the same on every rank."""
-
-    loss: float
-    rows: int
 
 
 class Learner:
@@ -39,8 +30,12 @@ class Learner:
         self._parameters = [weight.requires_grad_() for weight in self.weights.values()]
         self._optimizer = torch.optim.Adam(self._parameters, lr=LEARNING_RATE)
 
-    def step(self, rows: Sequence[Row]) -> Learned:
-        """Forward and backward over ``rows`` (this DP rank's part, in sample order), then the optimiser step."""
+    def step(self, rows: Sequence[Row]) -> float:
+        """Forward and backward over ``rows`` (this DP rank's part, in sample order), then the optimiser step.
+
+        Returns:
+            The mean loss over the rows of all DP ranks, the same on every rank.
+        """
         losses = torch.zeros(len(rows))
         gradients = torch.zeros(len(rows), sum(parameter.numel() for parameter in self._parameters))
         for i, row in enumerate(rows):
@@ -50,8 +45,7 @@ class Learner:
         indices = [int(row["sample_indices"]) for row in rows]
         order, all_losses, all_gradients = self._over_dp(indices, losses, gradients)
         self._apply(sum(all_gradients[i] for i in order) / len(order))
-        loss = sum(float(all_losses[i]) for i in order) / len(order)
-        return Learned(loss, len(order))
+        return sum(float(all_losses[i]) for i in order) / len(order)
 
     def _one_sample(self, row: Row) -> tuple[float, torch.Tensor]:
         """Loss (0 but on the last stage) and flat gradient of this rank's weights for one sample."""

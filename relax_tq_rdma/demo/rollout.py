@@ -28,7 +28,6 @@ class Produced:
     rows: int
     bytes: int
     unique_bytes: int
-    processor_s: float
     put_s: float
     mean_reward: float
     lines: list[str]
@@ -77,10 +76,7 @@ class Rollout:
         groups = [rows.make_group(prompt, self._samples) for prompt in drawn]
         samples = [sample for group in groups for sample in group]
 
-        started = time.perf_counter()
         await asyncio.gather(*(self._process(sample, partition) for sample in samples))
-        processor_s = time.perf_counter() - started
-
         for group in groups:
             self._answer(group, weights)
         data = rows.to_tensordict(samples)
@@ -94,7 +90,6 @@ class Rollout:
             rows=len(samples),
             bytes=sum(field.bytes for field in fields),
             unique_bytes=sum(field.unique_bytes for field in fields),
-            processor_s=processor_s,
             put_s=put_s,
             mean_reward=sum(s.raw_reward for s in samples) / len(samples),
             lines=self._lines.take(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,17 +25,14 @@ LOOPBACK = "127.0.0.1"
 @dataclass(frozen=True)
 class Trained:
     """One step of one rank. ``digests`` maps sample index to the digest of the row as this rank received it;
-    ``weights`` is this rank's shard after the step. ``train_s`` ends before the digests are taken. ``lines`` are the
-    accounting's, none when it is off."""
+    ``weights`` is this rank's shard after the step, ``lines`` are the accounting's, none when it is off."""
 
     rank: int
     loss: float
     digests: dict[int, bytes]
     weights: Weights
-    wait_s: float
     get_s: float
     fanout_s: float
-    train_s: float
     lines: list[str]
 
 
@@ -86,9 +82,7 @@ class Trainer:
     def train(self, step: int) -> Trained:
         """Fetch the rows of ``step``, train on them, and clear the partition once every rank is done with it."""
         fetched = self._fetcher.fetch(step)
-        started = time.perf_counter()
-        learned = self._learner.step(fetched.rows)
-        train_s = time.perf_counter() - started
+        loss = self._learner.step(fetched.rows)
         digests = {int(row["sample_indices"]): row_digest(row) for row in fetched.rows}
         self._comm.barrier()
         if self._rank == 0:
@@ -96,13 +90,11 @@ class Trainer:
         weights = {name: weight.detach().clone() for name, weight in self._learner.weights.items()}
         return Trained(
             rank=self._rank,
-            loss=learned.loss,
+            loss=loss,
             digests=digests,
             weights=weights,
-            wait_s=fetched.wait_s,
             get_s=fetched.get_s,
             fanout_s=fetched.fanout_s,
-            train_s=train_s,
             lines=self._lines.take(),
         )
 

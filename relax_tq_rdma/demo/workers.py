@@ -92,7 +92,7 @@ class Workers:
             done, pending = ray.wait(pending, num_returns=1, timeout=STEP_SECONDS)
             if not done:
                 raise TransferError(f"{what} did not end within {STEP_SECONDS:g} s")
-            self._get(done, what)
+            self._get(done, what if done[0] in needed else "a rollout")
 
     @staticmethod
     def _get(futures: Sequence[Any], what: str) -> list[Any]:

@@ -47,7 +47,7 @@ def learn(rank, mesh, store_path, results):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=mesh.world, timeout=LIMIT)
     learner = Learner(Comm(mesh, rank, LIMIT), seed=5)
     mine = rows()[mesh.coords(rank).dp :: mesh.dp]
-    losses = [learner.step(mine).loss for _ in range(STEPS)]
+    losses = [learner.step(mine) for _ in range(STEPS)]
     weights = {name: weight.detach().numpy() for name, weight in learner.weights.items()}
     results.put((rank, losses, weights))
     dist.barrier()

@@ -58,11 +58,11 @@ OPTIONS = Options(prompts=2, samples_per_prompt=1, mesh=Mesh(tp=2))
 
 
 def received(rank, digests):
-    return Trained(rank, 0.0, digests, {}, 0.0, 0.0, 0.0, 0.0, [])
+    return Trained(rank, 0.0, digests, {}, 0.0, 0.0, [])
 
 
 def produced(step=1):
-    return Produced(step, 2, 0, 0, 0.0, 0.0, 0.0, [])
+    return Produced(step, 2, 0, 0, 0.0, 0.0, [])
 
 
 def test_all_ranks_of_a_cohort_must_hold_the_same_bytes():
