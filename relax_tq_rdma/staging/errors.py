@@ -6,6 +6,7 @@ Codes: Mooncake's ``mooncake-store/include/types.h``; what each one means in pra
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from relax_tq_rdma.errors import TransferError
 
@@ -64,6 +65,10 @@ class StoreFault(TransferError):
         self.cause, self.remedy, self.keys = cause, remedy, tuple(keys)
         self.code, self.settled = code, settled
         super().__init__(f"{where(self.keys)}{cause}: {remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default only the finished message would be kept, and Ray could not bring the error home.
+        return type(self), (self.cause, self.remedy, self.keys), {"code": self.code, "settled": self.settled}
 
 
 def where(keys: Sequence[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -241,6 +243,32 @@ def test_a_master_that_dies_after_the_start_fails_the_job_and_changes_no_backend
         assert "restart the job; a running job never changes its backend" in str(told.value)
         assert time.monotonic() - started < 20
     assert type(client.storage_manager).__name__ == "DataplaneMooncakeStorageManager"
+
+
+DRIVER = """
+import sys, time, ray, relax_tq_rdma as r, transfer_queue as tq
+from relax_tq_rdma.seams import tq_init
+r.install(r.Settings(storage_backend="mooncake", mooncake_auto_init="job-owned", fallback_backend="none"))
+ray.init(address=sys.argv[1], log_to_driver=False)
+tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
+print(tq_init._guard_of(tq.init)._running.port._master.pid, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_driver_that_is_told_to_end_leaves_nothing(cluster: Any) -> None:
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, cluster.address], stdout=subprocess.PIPE)
+    try:
+        assert driver.stdout is not None
+        master = psutil.Process(int(driver.stdout.readline()))
+        driver.terminate()
+        assert driver.wait(40) == signal.SIGTERM  # Ray turns it into an orderly exit
+        assert not master.is_running() or master.status() == psutil.STATUS_ZOMBIE
+        assert controller.find() is None
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
 
 
 # --- joining what is not there ----------------------------------------------------------------------------------------

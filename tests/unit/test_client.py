@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import threading
 import time
@@ -359,6 +360,13 @@ def test_a_failed_put_leaves_nothing_behind(make_client: MakeClient, monkeypatch
         client.put([f"{i}@x" for i in range(8)], list(range(8)))
     assert [key for key in store.stored() if key.endswith("@x")] == []
     assert store.regions == {}
+
+
+def test_a_fault_survives_the_way_between_processes() -> None:
+    fault = StoreFault("lost", "restart", ["3@a", "4@a", "3@b"], code=-704, settled=False)
+    again = pickle.loads(pickle.dumps(fault))  # noqa: S301  own bytes
+    assert str(again) == str(fault) == "field a (rows 3, 4), field b (row 3): lost: restart"
+    assert (again.keys, again.code, again.settled) == (fault.keys, -704, False)
 
 
 # --- room -------------------------------------------------------------------------------------------------------------
