@@ -240,10 +240,8 @@ class Guard:
         from relax_tq_rdma.transport.start import close_job
 
         running, self._running = self._running, None
-        if self._joined:
-            self._leave()
-        elif running is None or running.pid != os.getpid():
-            self.original_close()
+        if running is None or running.pid != os.getpid():
+            (self._leave if self._joined else self.original_close)()
         elif not ray.is_initialized():
             self._close_without_ray(running)
         else:
