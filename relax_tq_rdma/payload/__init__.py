@@ -5,13 +5,22 @@
 """
 
 from relax_tq_rdma.payload.decode import Row, decode_row, is_encoded, open_row
-from relax_tq_rdma.payload.encode import EncodedColumn, encode_column, encode_rows
+from relax_tq_rdma.payload.encode import (
+    ColumnPlan,
+    EncodedColumn,
+    PlannedRow,
+    encode_column,
+    encode_rows,
+    plan_column,
+)
 from relax_tq_rdma.payload.format import RowFormatError
 from relax_tq_rdma.payload.plan import explain
 from relax_tq_rdma.payload.resolve import Resolution, StaleReferenceError, check_source, plan_resolution
 
 __all__ = [
+    "ColumnPlan",
     "EncodedColumn",
+    "PlannedRow",
     "Resolution",
     "Row",
     "RowFormatError",
@@ -23,5 +32,6 @@ __all__ = [
     "explain",
     "is_encoded",
     "open_row",
+    "plan_column",
     "plan_resolution",
 ]

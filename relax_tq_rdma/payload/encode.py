@@ -1,4 +1,4 @@
-"""All rows of a put, written once into one arena (RFC §4.3; design §6).
+"""All rows of a put, planned first and then written once (RFC §4.3; design §6).
 
 Each payload byte is copied exactly once: from its tensor, whatever its strides or device, to its place in the arena.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +62,113 @@ class EncodedColumn:
         return nested
 
 
+class _Frame(NamedTuple):
+    """Everything of a row before its data, and the bytes of its data section."""
+
+    head: bytes
+    size: int
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """One put's rows, measured but not yet written: who owns the memory decides where and in which pieces.
+
+    Attributes:
+        rows: the rows as given; they must not change until they are written.
+        put: 128-bit id of this put.
+        reasons: row ordinal -> why the row stays as it is.
+        sources: row ordinal -> ordinal of the row that holds its bytes; itself unless the row is a reference.
+    """
+
+    rows: Sequence[object]
+    put: bytes
+    reasons: dict[int, str]
+    sources: list[int]
+    checksum: bool
+    _plans: list[RowPlan | None]
+    _frames: dict[int, _Frame]
+
+    @property
+    def encoded(self) -> list[int]:
+        """Ordinals of the rows that can be written, in order."""
+        return list(self._frames)
+
+    def nbytes(self, ordinal: int) -> int:
+        """Length of an encoded row in bytes, a multiple of 64."""
+        frame = self._frames[ordinal]
+        return len(frame.head) + frame.size
+
+    def payload_bytes(self, ordinal: int) -> int:
+        """Tensor and array bytes of a row, whether it is written or only refers to them."""
+        plan = self._plans[ordinal]
+        return 0 if plan is None else sum(nbytes for _, _, nbytes in plan.leaves)
+
+    def write(self, ordinals: Sequence[int], arena: Tensor) -> list[Tensor]:
+        """Write rows end to end from the start of ``arena``; each payload byte is copied once.
+
+        Args:
+            ordinals: of encoded rows.
+            arena: contiguous 1-D CPU uint8, its storage offset a multiple of 64. Every byte of the rows is written:
+                padding is zero, never old memory.
+
+        Returns:
+            Per ordinal its row, a view of ``arena``.
+        """
+        sizes = [self.nbytes(ordinal) for ordinal in ordinals]
+        writer = _Writer(arena, sum(sizes))
+        at = 0
+        with torch.no_grad():
+            for ordinal, nbytes in zip(ordinals, sizes, strict=True):
+                plan, frame = self._plans[ordinal], self._frames[ordinal]
+                assert plan is not None
+                leaves = plan.leaves if self.sources[ordinal] == ordinal else []
+                writer.write_row(at, frame.head, leaves, frame.size, self.checksum)
+                at += nbytes
+        return list(torch.split_with_sizes(writer.tensor, sizes))
+
+    def planned(self) -> list[Any]:
+        """Per row a :class:`PlannedRow`, or the original object where ``reasons`` says why."""
+        return [PlannedRow(self, n) if n in self._frames else row for n, row in enumerate(self.rows)]
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """An encoded row that is yet to be written: ``column.write([ordinal, ...], arena)``."""
+
+    column: ColumnPlan
+    ordinal: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.column.nbytes(self.ordinal)
+
+
+def plan_column(
+    rows: Sequence[object],
+    *,
+    put_id: bytes | None = None,
+    dedup_indexes: Sequence[int] | None = None,
+    checksum: bool = False,
+) -> ColumnPlan:
+    """Plan the rows (``dict`` or None) of one column of one put. Nothing is copied.
+
+    Args:
+        rows: not changed; a row that cannot be represented exactly is passed through.
+        put_id: 16 bytes; random by default.
+        dedup_indexes: the rows' global indexes; given, rows equal to an earlier one become references (RFC §4.4, L3b).
+        checksum: add a crc32c of the payload to each row.
+    """
+    if dedup_indexes is not None and len(dedup_indexes) != len(rows):
+        raise ValueError(f"{len(rows)} rows but {len(dedup_indexes)} indexes")
+    put = os.urandom(PUT_ID_BYTES) if put_id is None else put_id
+    if len(put) != PUT_ID_BYTES:
+        raise ValueError(f"a put id is {PUT_ID_BYTES} bytes, not {len(put)}")
+    plans, reasons = _plan_all(rows)
+    sources = list(range(len(rows))) if dedup_indexes is None else find_sources(plans)
+    frames = _frames(plans, sources, dedup_indexes, put, checksum)
+    return ColumnPlan(rows, put, reasons, sources, checksum, plans, frames)
+
+
 def encode_column(
     rows: Sequence[object],
     *,
@@ -69,40 +177,21 @@ def encode_column(
     checksum: bool = False,
     arena_allocator: Allocator | None = None,
 ) -> EncodedColumn:
-    """Encode the rows (``dict`` or None) of one column of one put.
+    """Encode the rows of one column of one put into one arena.
 
     Args:
-        rows: not changed; a row that cannot be represented exactly is passed through.
-        put_id: 16 bytes; random by default.
-        dedup_indexes: the rows' global indexes; given, rows equal to an earlier one become references (RFC §4.4, L3b).
-        checksum: add a crc32c of the payload to each row.
-        arena_allocator: where the arena comes from; ordinary memory by default.
+        arena_allocator: where the arena comes from; ordinary memory by default. The others: see :func:`plan_column`.
     """
-    if dedup_indexes is not None and len(dedup_indexes) != len(rows):
-        raise ValueError(f"{len(rows)} rows but {len(dedup_indexes)} indexes")
-    put = os.urandom(PUT_ID_BYTES) if put_id is None else put_id
-    if len(put) != PUT_ID_BYTES:
-        raise ValueError(f"a put id is {PUT_ID_BYTES} bytes, not {len(put)}")
-
-    plans, reasons = _plan_all(rows)
-    sources = list(range(len(rows))) if dedup_indexes is None else find_sources(plans)
-    frames = _frames(plans, sources, dedup_indexes, put, checksum)
-    sizes = [len(frame) + size for _, frame, size in frames]
+    plan = plan_column(rows, put_id=put_id, dedup_indexes=dedup_indexes, checksum=checksum)
     offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + size)
-
-    arena = _Arena(offsets[-1], arena_allocator)
-    with torch.no_grad():
-        for (ordinal, frame, size), at in zip(frames, offsets, strict=False):
-            plan = plans[ordinal]
-            own = plan is not None and sources[ordinal] == ordinal
-            arena.write_row(at, frame, plan.leaves if plan is not None and own else [], size, checksum)
-
+    for ordinal in plan.encoded:
+        offsets.append(offsets[-1] + plan.nbytes(ordinal))
+    allocate = arena_allocator if arena_allocator is not None and offsets[-1] else _ordinary_memory
+    arena = allocate(offsets[-1])
     out = list(rows)
-    for (ordinal, _, _), view in zip(frames, torch.split_with_sizes(arena.tensor, sizes), strict=True):
+    for ordinal, view in zip(plan.encoded, plan.write(plan.encoded, arena), strict=True):
         out[ordinal] = view
-    return EncodedColumn(out, arena.tensor, offsets, put, reasons, sources)
+    return EncodedColumn(out, arena[: offsets[-1]], offsets, plan.put, plan.reasons, plan.sources)
 
 
 def encode_rows(
@@ -119,6 +208,10 @@ def encode_rows(
     ).rows
 
 
+def _ordinary_memory(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
 def _plan_all(rows: Sequence[object]) -> tuple[list[RowPlan | None], dict[int, str]]:
     plans: list[RowPlan | None] = []
     reasons: dict[int, str] = {}
@@ -133,43 +226,39 @@ def _plan_all(rows: Sequence[object]) -> tuple[list[RowPlan | None], dict[int, s
 
 def _frames(
     plans: list[RowPlan | None], sources: list[int], indexes: Sequence[int] | None, put: bytes, checksum: bool
-) -> list[tuple[int, bytes, int]]:
-    """Per encoded row: ordinal, everything before its data, bytes of its data section."""
+) -> dict[int, _Frame]:
+    """The frame of each row that can be encoded, by its ordinal."""
     extra = CHECKSUM_BLOCK if checksum else 0
-    frames: list[tuple[int, bytes, int]] = []
-    nbytes: dict[int, int] = {}
+    uses = Counter(sources)
+    frames: dict[int, _Frame] = {}
     for ordinal, plan in enumerate(plans):
         if plan is None:
             continue
         source = sources[ordinal]
         if source == ordinal or indexes is None:
             size = plan.size + extra
-            frame = encode_frame(put, ordinal, size, entries=plan.entries, checksum=checksum)
+            head = encode_frame(put, ordinal, size, entries=plan.entries, refs=uses[ordinal] - 1, checksum=checksum)
         else:
             size = extra
-            ref = Reference(int(indexes[source]), nbytes[source], put, source)
-            frame = encode_frame(put, ordinal, size, entries=None, ref=ref, checksum=checksum)
-        nbytes[ordinal] = len(frame) + size
-        frames.append((ordinal, frame, size))
+            held = frames[source]
+            ref = Reference(int(indexes[source]), len(held.head) + held.size, put, source)
+            head = encode_frame(put, ordinal, size, entries=None, ref=ref, checksum=checksum)
+        frames[ordinal] = _Frame(head, size)
     return frames
 
 
-class _Arena:
-    """The put's buffer and the one copy into it. Every byte of it is written: padding is zero, never old memory."""
+class _Writer:
+    """The one copy into the put's memory."""
 
-    def __init__(self, nbytes: int, allocate: Allocator | None) -> None:
-        if allocate is None or not nbytes:
-            tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        else:
-            tensor = allocate(nbytes)
-        if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_cpu or not tensor.is_contiguous():
+    def __init__(self, arena: Tensor, nbytes: int) -> None:
+        if arena.dtype is not torch.uint8 or arena.dim() != 1 or not arena.is_cpu or not arena.is_contiguous():
             raise ValueError("an arena must be a contiguous 1-D uint8 CPU tensor")
-        if tensor.numel() < nbytes or tensor.storage_offset() % ALIGN:
+        if arena.numel() < nbytes or arena.storage_offset() % ALIGN:
             raise ValueError(
-                f"an arena of {tensor.numel()} bytes at storage offset {tensor.storage_offset()} cannot hold "
+                f"an arena of {arena.numel()} bytes at storage offset {arena.storage_offset()} cannot hold "
                 f"{nbytes} bytes aligned to {ALIGN}"
             )
-        self.tensor = tensor[:nbytes]
+        self.tensor = arena[:nbytes]
         self._address = self.tensor.data_ptr()
         self._array = self.tensor.numpy()
         self._bytes = self._array.data

@@ -124,7 +124,7 @@ class Header(msgspec.Struct, omit_defaults=True, gc=False):
     """What a row says about itself. Exactly one of ``entries``, ``none``, ``ref`` is there.
 
     ``put`` is the random 128-bit id of the put that wrote the row, ``ord`` the row's place in that put, ``size`` the
-    bytes of the data section.
+    bytes of the data section. ``refs``: how many other rows of the put refer to this one.
     """
 
     v: int
@@ -135,6 +135,7 @@ class Header(msgspec.Struct, omit_defaults=True, gc=False):
     none: bool = False
     ref: Reference | None = None
     checksum: bool = False
+    refs: Count = 0
 
 
 class _AnyVersion(msgspec.Struct):
@@ -155,7 +156,14 @@ def encode_entries(entries: list[Entry]) -> bytes:
 
 
 def encode_frame(
-    put: bytes, ord: int, size: int, *, entries: bytes | None, ref: Reference | None = None, checksum: bool = False
+    put: bytes,
+    ord: int,
+    size: int,
+    *,
+    entries: bytes | None,
+    ref: Reference | None = None,
+    checksum: bool = False,
+    refs: int = 0,
 ) -> bytes:
     """All of a row before its data section.
 
@@ -165,7 +173,7 @@ def encode_frame(
         ValueError: the header is larger than ``MAX_HEADER_BYTES``.
     """
     written: Any = None if entries is None else msgspec.Raw(entries)
-    header = Header(VERSION, put, ord, size, written, entries is None and ref is None, ref, checksum)
+    header = Header(VERSION, put, ord, size, written, entries is None and ref is None, ref, checksum, refs)
     body = _ENCODER.encode(header)
     if len(body) > MAX_HEADER_BYTES:
         raise ValueError(f"header of {len(body)} bytes, limit {MAX_HEADER_BYTES}")
