@@ -49,6 +49,14 @@ STORE_WAIT_SECONDS = Variable(
     "90",
     "how long a put waits for room, or for the master to drop a dead process's segment, in seconds",
 )
+DEDUP_CACHE_MB = Variable(
+    "RTQ_DEDUP_CACHE_MB",
+    "512",
+    "payload that a reader keeps for deduplicated rows of later batches, in MiB",
+)
+PAYLOAD_CHECKSUM = Variable(
+    "RTQ_PAYLOAD_CHECKSUM", "0", "1: each normalised row carries a crc32c of its payload, which every reader checks"
+)
 
 VARIABLES: tuple[Variable, ...] = (
     SYSTEM_ROOT,
@@ -60,6 +68,8 @@ VARIABLES: tuple[Variable, ...] = (
     ACCOUNTING_DIR,
     STORE_CALL_SECONDS,
     STORE_WAIT_SECONDS,
+    DEDUP_CACHE_MB,
+    PAYLOAD_CHECKSUM,
 )
 
 
@@ -79,3 +89,15 @@ def seconds(variable: Variable) -> float:
             f"{variable.name}={text!r}: expected seconds as a number above 0, for example {variable.default}"
         )
     return value
+
+
+def switch(variable: Variable) -> bool:
+    """Value of a variable that is on (1) or off (0).
+
+    Raises:
+        UsageError: it is neither.
+    """
+    text = variable.read()
+    if text not in ("0", "1"):
+        raise UsageError(f"{variable.name}={text!r}: expected 0 or 1")
+    return text == "1"

@@ -15,7 +15,8 @@ from typing import Any
 from relax_tq_rdma.accounting.ledger import Ledger
 from relax_tq_rdma.accounting.mixin import AccountingMixin
 from relax_tq_rdma.accounting.names import Direction, FanoutMode, Path, StageName
-from relax_tq_rdma.accounting.process import configure, current, flush
+from relax_tq_rdma.accounting.paths import SlowPathError, assert_fast_path, took_fast_path
+from relax_tq_rdma.accounting.process import configure, current, expect_fast_path, flush
 from relax_tq_rdma.accounting.records import Batch, FieldStats, Flow, StepSummary
 from relax_tq_rdma.accounting.stages import fanout, stage
 from relax_tq_rdma.transport.report import Decision, Fallback
@@ -29,20 +30,25 @@ __all__ = [
     "Flow",
     "Ledger",
     "Path",
+    "SlowPathError",
     "StageName",
     "StepSummary",
+    "assert_fast_path",
     "configure",
+    "expect_fast_path",
     "fanout",
     "flush",
     "ledger",
     "measure",
     "record_alloc",
     "record_fallback",
+    "record_raw_rows",
     "record_register",
     "record_retry",
     "record_wire",
     "set_backend",
     "stage",
+    "took_fast_path",
 ]
 
 
@@ -75,6 +81,14 @@ def record_wire(
     accounting = current()
     if accounting is not None:
         accounting.ledger.wire(field, direction, wire_bytes, saved_bytes, step)
+        accounting.tick()
+
+
+def record_raw_rows(field: str, rows: int, step: str | None = None) -> None:
+    """``rows`` of a put were left as they are although the job normalises the field."""
+    accounting = current()
+    if accounting is not None:
+        accounting.ledger.left_raw(field, rows, step)
         accounting.tick()
 
 

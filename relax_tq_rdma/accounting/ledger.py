@@ -112,6 +112,15 @@ class Ledger:
                 sums[1] += saved_bytes
                 found.dirty = True
 
+    def left_raw(self, field_name: str, rows: int, step: str | None) -> None:
+        """``rows`` of a put could not be normalised, or must not be."""
+        with self._lock:
+            self.revision += 1
+            self._count(names.ROWS_RAW, (self._label(field_name),), rows)
+            if found := self._named(step):
+                found.raw_rows += rows
+                found.dirty = True
+
     # --- times and events ---------------------------------------------------------------------------------------------
 
     def stage(self, name: StageName, ns: int, step: str | None = None) -> None:

@@ -34,6 +34,8 @@ def step_line(summary: StepSummary, *, node: str = "", pid: int | None = None) -
     pairs |= {f"{name}_s": _seconds(s) for name, s in summary.stages.items() if name not in ("put", "get")}
     if summary.unmeasured:
         pairs["unmeasured"] = str(summary.unmeasured)
+    if summary.raw_rows:
+        pairs["raw_rows"] = str(summary.raw_rows)
     if node:
         pairs["node"] = node
     if pid is not None:

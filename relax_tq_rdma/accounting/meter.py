@@ -26,22 +26,26 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from relax_tq_rdma.accounting.extent import Comb, comb, covered
 from relax_tq_rdma.accounting.names import Path, printable
+from relax_tq_rdma.accounting.paths import FastRows
 from relax_tq_rdma.accounting.records import Batch, FieldStats
 
 _NUMBERS: dict[type, int] = {bool: 1, int: 8, float: 8, complex: 16}
 
 
-def measure_batch(data: Mapping[str, Any] | TensorDictBase, *, content: bool = False) -> Batch:
+def measure_batch(
+    data: Mapping[str, Any] | TensorDictBase, *, content: bool = False, fast: FastRows | None = None
+) -> Batch:
     """Measure every field of a batch.
 
     Args:
         data: field name to column. A column is a dense or nested tensor, a ``NonTensorStack`` or list of rows, a numpy
             array or a nested container whose first dimension is the batch.
         content: tell copies by content (blake2b-128; reads every byte) instead of by memory identity.
+        fast: rows that took the fast path although they are no tensors.
     """
     fields: list[FieldStats] = []
     for name in data.keys():  # noqa: SIM118  a TensorDict iterates over rows, not keys
-        fields += _field(printable(str(name)), data[name], content)
+        fields += _field(printable(str(name)), data[name], content, (fast or {}).get(str(name), frozenset()))
     rows = data.batch_size[0] if isinstance(data, TensorDictBase) and data.batch_size else _rows(fields)
     return Batch(rows=rows, fields=tuple(fields), unique_by="content" if content else "identity")
 
@@ -53,7 +57,7 @@ def _rows(fields: Iterable[FieldStats]) -> int:
     return max(rows.values(), default=0)
 
 
-def _field(name: str, column: Any, content: bool) -> list[FieldStats]:
+def _field(name: str, column: Any, content: bool, carried: frozenset[int]) -> list[FieldStats]:
     """One entry per path that rows of the column take; a mixed column has two."""
     if isinstance(column, torch.Tensor):
         meter = _Meter(content)
@@ -65,8 +69,10 @@ def _field(name: str, column: Any, content: bool) -> list[FieldStats]:
         meter.add(column)
         return [meter.stats(name, "slow", _length(column))]
     rows = _as_rows(column)
-    fast = [row for row in rows if isinstance(row, torch.Tensor)]
-    slow = [row for row in rows if not isinstance(row, torch.Tensor)]
+    fast: list[Any] = []
+    slow: list[Any] = []
+    for ordinal, row in enumerate(rows):
+        (fast if ordinal in carried or isinstance(row, torch.Tensor) else slow).append(row)
     meter = _Meter(content)
     found = []
     for path, part in (("fast", fast), ("slow", slow)):

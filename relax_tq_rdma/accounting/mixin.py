@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from relax_tq_rdma.accounting.ledger import Operation
 from relax_tq_rdma.accounting.names import VERIFY_PREFIX, printable
 from relax_tq_rdma.accounting.notes import reason, say_once
+from relax_tq_rdma.accounting.paths import FastRows, listening
 from relax_tq_rdma.accounting.process import Accounting, current
 from relax_tq_rdma.accounting.records import Batch
 
@@ -37,17 +38,18 @@ class AccountingMixin(_Manager):
         accounting = _accounting_of(metadata)
         if accounting is None:
             return await super().put_data(data, metadata, data_parser)  # type: ignore[safe-super]
-        # Before the call: layers below may replace columns in place.
-        if accounting.content:
-            batch = await asyncio.to_thread(_measured, data, True)
-        else:
-            batch = _measured(data)
         operation = accounting.ledger.begin("put", _step(metadata))
-        try:
-            await super().put_data(data, metadata, data_parser)  # type: ignore[safe-super]
-        except BaseException as exc:
-            _failed(accounting, operation, exc)
-            raise
+        with listening() as fast:
+            try:
+                await super().put_data(data, metadata, data_parser)  # type: ignore[safe-super]
+            except BaseException as exc:
+                _failed(accounting, operation, exc)
+                raise
+        accounting.ledger.stop(operation)
+        if accounting.content:
+            batch = await asyncio.to_thread(_measured, data, fast, True)
+        else:
+            batch = _measured(data, fast)
         accounting.ledger.end(operation, "ok", batch)
         accounting.tick()
 
@@ -56,13 +58,14 @@ class AccountingMixin(_Manager):
         if accounting is None:
             return await super().get_data(metadata)  # type: ignore[safe-super]
         operation = accounting.ledger.begin("get", _step(metadata))
-        try:
-            data = await super().get_data(metadata)  # type: ignore[safe-super]
-        except BaseException as exc:
-            _failed(accounting, operation, exc)
-            raise
+        with listening() as fast:
+            try:
+                data = await super().get_data(metadata)  # type: ignore[safe-super]
+            except BaseException as exc:
+                _failed(accounting, operation, exc)
+                raise
         accounting.ledger.stop(operation)
-        accounting.ledger.end(operation, "ok", _measured(data))
+        accounting.ledger.end(operation, "ok", _measured(data, fast))
         accounting.tick()
         return data
 
@@ -79,11 +82,11 @@ def _accounting_of(metadata: Any) -> Accounting | None:
     return None if accounting is not None and _step(metadata).startswith(VERIFY_PREFIX) else accounting
 
 
-def _measured(data: Any, content: bool = False) -> Batch | None:
+def _measured(data: Any, fast: FastRows, content: bool = False) -> Batch | None:
     try:
         from relax_tq_rdma.accounting.meter import measure_batch
 
-        return measure_batch(data, content=content)
+        return measure_batch(data, content=content, fast=fast)
     except Exception as exc:
         say_once("measure", f"a batch was moved but not measured, its bytes are missing in the totals: {reason(exc)}")
         return None

@@ -82,6 +82,9 @@ BYTES_UNIQUE = Metric(
     "Bytes put that are no copy of others of the same put.",
 )
 ROWS = Metric("dataplane_rows_total", "counter", ("field", "path", "direction"), "Rows delivered, by field.")
+ROWS_RAW = Metric(
+    "dataplane_rows_raw_total", "counter", ("field",), "Rows put as objects although the job normalises the field."
+)
 BYTES_WIRE = Metric(
     "dataplane_bytes_wire_total", "counter", ("field", "direction"), "Bytes handed to the storage, headers included."
 )
@@ -113,6 +116,7 @@ METRICS: dict[str, Metric] = {
         BYTES,
         BYTES_UNIQUE,
         ROWS,
+        ROWS_RAW,
         BYTES_WIRE,
         BYTES_SAVED,
         OPERATIONS,

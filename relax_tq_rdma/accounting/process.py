@@ -7,6 +7,7 @@ instance finds it instead of starting a rival. A forked child starts at zero, wi
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import os
 import socket
@@ -22,6 +23,7 @@ from relax_tq_rdma.accounting.journal import Journal
 from relax_tq_rdma.accounting.ledger import Ledger
 from relax_tq_rdma.accounting.lines import step_line
 from relax_tq_rdma.accounting.notes import say_once
+from relax_tq_rdma.accounting.paths import slow_path
 from relax_tq_rdma.accounting.publisher import Publisher
 from relax_tq_rdma.accounting.records import StepSummary
 from relax_tq_rdma.env import ACCOUNTING_DIR, METRICS_PORT
@@ -52,6 +54,7 @@ class Accounting:
         self._publisher: Publisher | None = None
         self._journal: Journal | None = None
         self._backend: tuple[str, str, str, str] | None = None
+        self.expects_fast_path = False
 
     @property
     def content(self) -> bool:
@@ -96,6 +99,7 @@ class Accounting:
             self._publisher.abandon()
         child = Accounting(self.mode, self.job, self.node, self.sink)
         child._backend = self._backend
+        child.expects_fast_path = self.expects_fast_path
         return child
 
     def _start(self) -> None:
@@ -133,6 +137,9 @@ class Accounting:
             say_once("sink", f"step lines are not printed: {exc}")
         if self._journal is not None:
             self._journal.write(summary)
+        problem = slow_path(summary) if self.expects_fast_path and self.mode == "verbose" else None
+        if problem is not None:
+            logging.getLogger(__name__).warning("%s", problem)
 
 
 class _Holder(types.ModuleType):
@@ -181,6 +188,12 @@ def configure(mode: Mode, *, job: str = "", node: str = "", sink: Sink | None = 
         _HOLDER.active = Accounting(mode, job, node, sink or _to_stderr)
     if before is not None:
         before.close()
+
+
+def expect_fast_path() -> None:
+    """From now on ``verbose`` checks each step: its largest field must take the fast path, or a warning says so."""
+    if _HOLDER.active is not None:
+        _HOLDER.active.expects_fast_path = True
 
 
 def flush() -> None:

@@ -82,7 +82,8 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     ``update`` is 1 for the first summary of a step and grows when late traffic makes another one necessary; the latest
     replaces the earlier ones. ``stages`` holds seconds, summed. ``effective_bytes`` over ``effective_s`` is the
     effective bandwidth of RFC §5.3: bytes rebuilt by the consumer, without those that deduplication saved, from the
-    first put until the last rebuild; ``effective_s`` is ``None`` unless this process saw both ends.
+    first put until the last rebuild; ``effective_s`` is ``None`` unless this process saw both ends. ``raw_rows``: rows
+    put as objects although the job normalises their field.
     """
 
     step: str
@@ -93,6 +94,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     fields: tuple[FieldFlow, ...]
     unique_by: UniqueBy = "identity"
     unmeasured: int = 0
+    raw_rows: int = 0
     effective_s: float | None = None
 
     @property

@@ -50,6 +50,7 @@ class Step:
     wire: dict[tuple[str, Direction], list[int]] = field(default_factory=dict)  # [wire bytes, saved bytes]
     stages_ns: dict[str, int] = field(default_factory=dict)
     lanes: dict[Direction, Lane] = field(default_factory=lambda: {"put": Lane(), "get": Lane()})
+    raw_rows: int = 0
     unique_by: UniqueBy = "identity"
     last_rebuild: int | None = None
     dirty: bool = False
@@ -86,6 +87,7 @@ def summarise(step: Step) -> StepSummary:
         fields=tuple(fields),
         unique_by=step.unique_by,
         unmeasured=sum(cell.unmeasured for cell in step.cells.values()),
+        raw_rows=step.raw_rows,
         effective_s=(rebuilt - began) / 1e9 if rebuilt is not None and began is not None and rebuilt > began else None,
     )
 

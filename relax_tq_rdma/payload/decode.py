@@ -17,6 +17,7 @@ from relax_tq_rdma.payload.format import (
     frame_nbytes,
     is_row,
     parse_frame,
+    payload_bytes,
     payload_crc,
 )
 
@@ -86,6 +87,16 @@ class Row:
     def reference(self) -> Reference | None:
         """What the row refers to, when it holds no payload of its own."""
         return self.frame.header.ref
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the row's tensors and arrays, without padding; 0 for a reference."""
+        return sum(map(payload_bytes, self.frame.header.entries or ()))
+
+    def copied(self) -> Row:
+        """The same row in memory of its own, in host memory."""
+        memory = self._memory
+        return Row(_copied(memory) if isinstance(memory, memoryview) else memory.cpu().numpy().data, self.frame)
 
     def decode(self, *, copy: bool = False) -> dict[Any, Any] | None:
         """The row's value; see ``decode_row``. Each call with ``copy`` gives independent memory."""

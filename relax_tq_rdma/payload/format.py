@@ -111,6 +111,15 @@ class DictEntry(msgspec.Struct, tag="dict", tag_field="kind", omit_defaults=True
 Entry = Union[TensorEntry, ArrayEntry, ScalarEntry, RawEntry, ListEntry, TupleEntry, DictEntry]  # noqa: UP007
 
 
+def payload_bytes(entry: Entry) -> int:
+    """Bytes of the data section that belong to an entry, without padding."""
+    if isinstance(entry, (TensorEntry, ArrayEntry)):
+        return entry.nbytes
+    if isinstance(entry, (ListEntry, DictEntry)):
+        return sum(map(payload_bytes, entry.items))
+    return payload_bytes(entry.of) if isinstance(entry, TupleEntry) else 0
+
+
 class Reference(msgspec.Struct, gc=False):
     """The row equals another row: global ``index``, its encoded size, and the put and ordinal it must still have."""
 

@@ -39,6 +39,8 @@ def join_job(config: Any) -> JobSection | None:
             logger.info("%s", guard_gid_index(own_devices(section.decision.device)))
     accounting.configure(section.settings.accounting, job=section.job)
     accounting.set_backend(section.decision)
+    if section.settings.normalize_multimodal:
+        accounting.expect_fast_path()
     this = (os.getpid(), section.job)
     if this not in _noted:
         _noted.add(this)

@@ -27,6 +27,7 @@ from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, create_zm
 from relax_tq_rdma.accounting import AccountingMixin
 from relax_tq_rdma.errors import TransferError
 from relax_tq_rdma.section import read_section
+from relax_tq_rdma.staging.carriers import MooncakeCarrier, SimpleCarrier
 from relax_tq_rdma.staging.errors import RESTART, StoreFault, where
 from relax_tq_rdma.staging.job import join_job
 from relax_tq_rdma.transport.hazards import check_same_process
@@ -50,7 +51,9 @@ class _ManagerOfJob:
         Raises:
             StartError: this process must not join the job; the message says why.
         """
-        join_job(config)
+        section = join_job(config)
+        assert section is not None  # __new__ saw to that
+        self._settings = section.settings
         self._made_in = os.getpid()
         super().__init__(controller_info, config, zmq_context=zmq_context)  # type: ignore[call-arg]
 
@@ -141,13 +144,13 @@ class _ManagerOfJob:
 _ANSWERS = (ZMQRequestType.NOTIFY_DATA_UPDATE_ACK, ZMQRequestType.REQUEST_ERROR)
 
 
-class DataplaneSimpleStorageManager(_ManagerOfJob, AccountingMixin, AsyncSimpleStorageManager):  # type: ignore[misc]
+class DataplaneSimpleStorageManager(_ManagerOfJob, AccountingMixin, SimpleCarrier, AsyncSimpleStorageManager):  # type: ignore[misc]
     """``AsyncSimpleStorageManager`` of a job that uses the plugin."""
 
     _upstream = AsyncSimpleStorageManager
 
 
-class DataplaneMooncakeStorageManager(_ManagerOfJob, AccountingMixin, MooncakeStorageManager):  # type: ignore[misc]
+class DataplaneMooncakeStorageManager(_ManagerOfJob, AccountingMixin, MooncakeCarrier, MooncakeStorageManager):  # type: ignore[misc]
     """``MooncakeStorageManager`` of a job that uses the plugin; its client is the plugin's, by name."""
 
     _upstream = MooncakeStorageManager
