@@ -55,6 +55,7 @@ def busy_ledger(fields=("mm",), size=100):
     ledger.allocated(1_000_000)
     ledger.fallback("MooncakeStore/rdma+gdr", "MooncakeStore/rdma", "gdr")
     ledger.wire("mm", "put", 40, 60, "train_0")
+    ledger.left_raw("mm", 2, "train_0")
     return ledger
 
 
@@ -88,6 +89,7 @@ def test_every_metric_comes_out_under_its_exact_name(folder):
     assert value(found, "dataplane_mr_register_seconds_sum") == 0.002
     assert value(found, "dataplane_get_alloc_seconds_count") == 1
     assert value(found, "dataplane_fanout_seconds_sum", mode="rank0") == 0.007
+    assert value(found, "dataplane_rows_raw_total", field="mm") == 2
     assert value(found, "dataplane_stage_seconds_bucket", stage="encode", le="0.025") == 0
     assert value(found, "dataplane_stage_seconds_bucket", stage="encode", le="0.05") == 1
     assert value(found, "dataplane_stage_seconds_bucket", stage="encode", le="+Inf") == 1
