@@ -273,9 +273,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 NOT_BUILT: tuple[tuple[str, str, Callable[[Settings], bool]], ...] = (
-    ("--tq-normalize-multimodal", "L2", lambda s: s.normalize_multimodal),
     ("--rollout-group-share-processor", "L3a", lambda s: s.group_share_processor),
-    ("--tq-dedup-multimodal", "L3b", lambda s: s.dedup_multimodal),
     ("--tq-host-staging", "L5", lambda s: s.host_staging),
     ("--tq-batch-bytes-budget", "L5", lambda s: s.batch_bytes_budget > 0),
 )

@@ -456,7 +456,7 @@ def test_the_cache_is_bounded_and_what_does_not_fit_is_read_again(monkeypatch: p
     large = {"pixel_values": torch.rand(100_000)}  # 0.4 MB: two fit
     values = [copy.deepcopy({"pixel_values": large["pixel_values"] + seed}) for seed in range(4) for _ in range(2)]
     put(manager, values)
-    for round_ in range(2):
+    for _ in range(2):
         for index in (1, 3, 5, 7):
             assert same(get(manager, [index]), [values[index]])
         assert manager._sources.cache.nbytes <= 2**20
