@@ -14,7 +14,7 @@ from typing import Any
 
 from relax_tq_rdma.accounting.ledger import Ledger
 from relax_tq_rdma.accounting.mixin import AccountingMixin
-from relax_tq_rdma.accounting.names import Direction, FanoutMode, Path, StageName
+from relax_tq_rdma.accounting.names import Direction, FanoutMode, Path, StageName, StagingRung
 from relax_tq_rdma.accounting.paths import SlowPathError, assert_fast_path, took_fast_path
 from relax_tq_rdma.accounting.process import configure, current, expect_fast_path, flush
 from relax_tq_rdma.accounting.records import Batch, FieldStats, Flow, StepSummary
@@ -32,6 +32,7 @@ __all__ = [
     "Path",
     "SlowPathError",
     "StageName",
+    "StagingRung",
     "StepSummary",
     "assert_fast_path",
     "configure",

@@ -30,6 +30,9 @@ StageName = Literal[
     "alloc",
 ]
 FanoutMode = Literal["rank0", "per_rank"]
+StagingRung = Literal["lend", "copy", "call"]
+"""Memory that values pass: ``lend``: the pool's, which the caller then holds; ``copy``: the pool's for the transfer
+only; ``call``: registered for one call."""
 
 DIRECTIONS: tuple[str, ...] = get_args(Direction)
 STAGES: tuple[str, ...] = get_args(StageName)

@@ -2,41 +2,46 @@
 
 A value is stored under ``{job}/{generation}/{key}``. The generation is new for each put and travels in TransferQueue's
 ``custom_backend_meta``, with what a reader must know of the value. So no key is ever written twice (FC-24), a late
-removal cannot hit a newer value, and two jobs on one master cannot meet.
-
-How bytes move is as upstream: tensors from where they are, everything else packed by TransferQueue's serialiser, in
-batches of the same size, registered for the call. All of that is in the ``_put_*`` and ``_get_*`` methods.
+removal cannot hit a newer value, and two jobs on one master cannot meet. How bytes move: ``staging.py``.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from transfer_queue.storage.clients import mooncake_client as upstream
-from transfer_queue.utils import serial_utils
 from transfer_queue.utils.mooncake_utils import chunk_subkeys
 
 from relax_tq_rdma import accounting, env
+from relax_tq_rdma.accounting import Path
 from relax_tq_rdma.errors import StartError, TransferError
+from relax_tq_rdma.payload import PlannedRow
 from relax_tq_rdma.section import read_section
-from relax_tq_rdma.staging.connect import client_config
+from relax_tq_rdma.staging.batches import Job, cut, run_all
+from relax_tq_rdma.staging.connect import client_config, staging_bytes
+from relax_tq_rdma.staging.counts import StagingCounts
 from relax_tq_rdma.staging.errors import MASTER_SILENT, StoreFault
-from relax_tq_rdma.staging.regions import Overlap, Regions
+from relax_tq_rdma.staging.parcels import Parcel, parcel, room_for, write_all
+from relax_tq_rdma.staging.places import Place, unpack
+from relax_tq_rdma.staging.regions import Regions
+from relax_tq_rdma.staging.rows import EncodedRow
 from relax_tq_rdma.staging.segment import Segment
+from relax_tq_rdma.staging.staging import Staging
 from relax_tq_rdma.staging.store import CheckedStore
 from relax_tq_rdma.staging.transfer import Transfer
-from relax_tq_rdma.staging.values import Meta, Value, byte_buffers, empty_tensors, tensor_meta
+from relax_tq_rdma.staging.values import Meta, Value
 
 logger = logging.getLogger(__name__)
+
+_FAST: Path = "fast"
+_SLOW: Path = "slow"
 
 
 class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignore[misc]
@@ -63,7 +68,8 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
         section = read_section(config)[0]
         assert section is not None  # __new__ saw to that
         self._job = section.job
-        config = client_config(config, section.master)
+        pool = staging_bytes(section.settings, str(config.get("protocol", "tcp")))
+        config = client_config(config, section.master, staging=pool)
         try:
             super().__init__(config)
         except RuntimeError as exc:
@@ -82,13 +88,20 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             master=section.master,
             wait_limit=env.seconds(env.STORE_WAIT_SECONDS),
         )
+        self._staging = Staging(
+            self._transfer,
+            capacity=pool,
+            wanted=section.settings.host_staging,
+            budget=section.settings.batch_bytes_budget,
+        )
 
     def put(self, keys: list[str], values: list[Any]) -> list[Meta]:
         """Store values under a new generation.
 
         Args:
             keys: TransferQueue's, ``index@field``.
-            values: for each a tensor, or anything else that TransferQueue can pack.
+            values: for each a tensor, a :class:`~relax_tq_rdma.payload.PlannedRow`, or anything else that TransferQueue
+                can pack.
 
         Returns:
             What readers need of each value, for ``custom_backend_meta``. A put that raises leaves nothing in the store,
@@ -102,16 +115,23 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             raise StoreFault("put twice in one batch", "give each row an index of its own", twice)
         generation: Meta = {"generation": secrets.token_hex(8)}
         every = self._named(keys, [generation] * len(keys), values)
-        tensors = [one for one in every if isinstance(one.value, torch.Tensor)]
-        objects = [one for one in every if not isinstance(one.value, torch.Tensor)]
-        put_tensors = self._put_tensors if self._gdr_staging is None else self._put_tensors_by_gdr
-        try:
-            metas = _in_batches((put_tensors, tensors), (self._put_objects, objects))
-            self._transfer.segment.check()
-        except BaseException as exc:
-            if not (isinstance(exc, StoreFault) and exc.code in MASTER_SILENT):
-                self._discard(every)
-            raise
+        with _naming(every):
+            with accounting.stage("encode"):
+                parcels = [parcel(one) for one in every]
+            by_gdr: list[Parcel] = []
+            others: list[Parcel] = []
+            for one in parcels:
+                (by_gdr if one.path == "fast" and self._gdr_staging is not None else others).append(one)
+            metas = {one.one.position: dict(one.meta) for one in parcels}
+            jobs: list[Job] = [partial(self._put_by_gdr, batch, metas) for batch in cut(by_gdr)]
+            jobs += self._staging.put(others)
+            try:
+                run_all(jobs, self._staging.workers)
+                self._transfer.segment.check()
+            except BaseException as exc:
+                if not (isinstance(exc, StoreFault) and exc.code in MASTER_SILENT):
+                    self._discard(parcels)
+                raise
         return [{**generation, **metas[one.position]} for one in every]
 
     def get(
@@ -129,6 +149,10 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
                 was kept with each value is right for it, also in a column that mixes tensors with other things.
             dtypes: not used.
             custom_backend_meta: for each key what :meth:`put` returned.
+
+        Returns:
+            Tensors, :class:`~relax_tq_rdma.staging.rows.EncodedRow` for what was put as planned rows, and objects.
+            Memory that the staging pool has lent goes back when the last view of it is gone.
         """
         self._check_open()
         every = self._named(keys, custom_backend_meta)
@@ -139,70 +163,61 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
                 "install relax-tq-rdma on every node and let every worker load it",
                 unknown,
             )
-        objects: list[Value] = []
         by_gdr: list[Value] = []
+        rows: list[Value] = []
         tensors: list[Value] = []
-        for one in every:
-            (objects if one.is_packed else by_gdr if self._reads_by_gdr(one) else tensors).append(one)
-        results = _in_batches(
-            (self._get_tensors_by_gdr, by_gdr), (self._get_tensors, tensors), (self._get_objects, objects)
-        )
+        packed: list[Value] = []
+        results: dict[int, Any] = {}
+        with _naming(every):
+            for one in every:
+                kind = by_gdr if self._reads_by_gdr(one) else rows if one.is_encoded else tensors
+                (packed if one.is_packed else kind).append(one)
+            jobs: list[Job] = [partial(self._get_by_gdr, batch, results) for batch in cut(by_gdr)]
+            places: list[Place] = []
+            for some, path in ((rows, _FAST), (tensors, _FAST), (packed, _SLOW)):
+                found = self._staging.places(some)
+                jobs += self._staging.get(found, path)
+                places += found
+            run_all(jobs, self._staging.workers)
+        results.update(unpack(places))
         return [results[one.position] for one in every]
 
     def clear(self, keys: list[str], custom_backend_meta: list[Meta | None] | None = None) -> None:
         """Remove values. What is gone already or was never put is fine; what stays although it should not, raises."""
         self._check_open()
-        _in_batches((self._remove, [one for one in self._named(keys, custom_backend_meta) if one.is_known]))
+        every = [one for one in self._named(keys, custom_backend_meta) if one.is_known]
+        jobs = [partial(self._remove, some) for some in cut(every)]
+        with _naming(every):
+            run_all(jobs, self._staging.workers)
+
+    def staging_counts(self) -> StagingCounts:
+        """What the staging has done so far: rungs, registrations, memory, and advice on the pool's size."""
+        return self._staging.counts()
 
     def close(self) -> None:
-        """Unmount this process's segment and leave the store. Further calls do nothing."""
+        """Unmount this process's segment and leave the store. Further calls do nothing.
+
+        What the staging pool has lent stays readable.
+        """
         with self._closing:
             if self._store is not None:
                 super().close()
 
-    # --- how bytes move -----------------------------------------------------------------------------------------------
+    # --- TransferQueue's own path through its GPU staging buffer; it cuts what is larger than that ------------------
 
-    def _put_tensors(self, values: Sequence[Value]) -> list[Meta]:
-        names = [one.stored for one in values]
-        tensors = [one.as_memory() for one in values]
-        try:
-            self._transfer.write(names, tensors, "fast")
-        except Overlap:
-            self._transfer.write(names, [tensor.clone() for tensor in tensors], "fast")
-        return [tensor_meta(tensor) for tensor in tensors]
-
-    def _put_objects(self, values: Sequence[Value]) -> list[Meta]:
+    def _put_by_gdr(self, batch: Sequence[Parcel], metas: dict[int, Meta]) -> None:
+        rows = [one for one in batch if isinstance(one.one.value, PlannedRow)]
         with accounting.stage("encode"):
-            buffers, sizes = serial_utils.batch_encode_into(
-                [one.value for one in values], byte_buffers, num_workers=upstream.MAX_SERIAL_WORKER_THREADS
-            )
-        self._transfer.write([one.stored for one in values], buffers, "slow")
-        return [{"packed_size": size} for size in sizes]
+            views = iter(write_all(rows, torch.empty(room_for(rows), dtype=torch.uint8)))
+        values = [next(views) if isinstance(one.one.value, PlannedRow) else one.one.value for one in batch]
+        for one, meta in zip(batch, super().put([one.one.stored for one in batch], values), strict=True):
+            metas[one.one.position].update(meta or {})
 
-    def _get_tensors(self, values: Sequence[Value]) -> list[torch.Tensor]:
-        tensors = _allocated(empty_tensors, values)
-        self._transfer.read([one.stored for one in values], tensors, "fast")
-        return tensors
-
-    def _get_objects(self, values: Sequence[Value]) -> list[Any]:
-        buffers = _allocated(byte_buffers, [one.packed_size for one in values])
-        self._transfer.read([one.stored for one in values], buffers, "slow")
-        with accounting.stage("decode"):
-            decoded: list[Any] = serial_utils.batch_decode_from(buffers)
-        return decoded
-
-    # TransferQueue's own path through its GPU staging buffer; it cuts what is larger than that into chunks.
-
-    def _put_tensors_by_gdr(self, values: Sequence[Value]) -> list[Meta]:
-        metas = super().put([one.stored for one in values], [one.value for one in values])
-        return [{**tensor_meta(one.value), **(meta or {})} for one, meta in zip(values, metas, strict=True)]
-
-    def _get_tensors_by_gdr(self, values: Sequence[Value]) -> list[torch.Tensor]:
-        shapes, dtypes = [one.shape for one in values], [one.dtype for one in values]
-        tensors: list[torch.Tensor] = super().get(
-            [one.stored for one in values], shapes, dtypes, [one.meta for one in values]
-        )
-        return tensors
+    def _get_by_gdr(self, batch: Sequence[Value], results: dict[int, Any]) -> None:
+        shapes, dtypes = [one.shape for one in batch], [one.dtype for one in batch]
+        tensors = super().get([one.stored for one in batch], shapes, dtypes, [one.meta for one in batch])
+        for one, tensor in zip(batch, tensors, strict=True):
+            results[one.position] = EncodedRow(tensor) if one.is_encoded else tensor
 
     def _batch_upsert_with_retry(self, batch_keys: list[str], batch_ptrs: list[int], batch_sizes: list[int]) -> None:
         self._transfer.upsert(batch_keys, batch_ptrs, batch_sizes, hold=self._gdr_staging)
@@ -213,8 +228,10 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
         self._transfer.fetch(batch_keys, batch_buffer_ptrs, batch_nbytes, hold=self._gdr_staging)
 
     def _reads_by_gdr(self, one: Value) -> bool:
+        if one.is_packed:
+            return False
         if self._gdr_staging is not None:
-            return bool(one.chunks) or math.prod(one.shape) * one.dtype.itemsize <= self._gdr_staging.size
+            return bool(one.chunks) or one.nbytes <= self._gdr_staging.size
         if one.chunks:
             raise StoreFault(
                 "put in chunks by a GPU process with --tq-use-gdr, and this process has no GPU context to read it",
@@ -235,24 +252,20 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             for position, (key, meta, value) in enumerate(zip(keys, metas, values, strict=True))
         ]
 
-    def _remove(self, values: Sequence[Value]) -> list[None]:
+    def _remove(self, values: Sequence[Value]) -> None:
         stored: list[str] = []
         for one in values:
             stored += [f"{one.stored}:c{chunk}" for chunk in range(one.chunks)] or [one.stored]
         self._transfer.remove(stored)
-        return [None] * len(values)
 
-    def _discard(self, values: Sequence[Value]) -> None:
+    def _discard(self, parcels: Sequence[Parcel]) -> None:
         """Take back what a failed put may have stored. One try: the failure itself is what the caller must see."""
-        for batch in _cut(values):
-            stored = [one.stored for one in batch]
-            if self._gdr_staging is not None:
-                sizes = [one.value.nbytes if isinstance(one.value, torch.Tensor) else 0 for one in batch]
-                stored = [
-                    part
-                    for name, size in zip(stored, sizes, strict=True)
-                    for part in chunk_subkeys(name, size, self._gdr_staging.size)
-                ]
+        staging = self._gdr_staging
+        for batch in cut(parcels):
+            stored: list[str] = []
+            for one in batch:
+                name, by_gdr = one.one.stored, staging is not None and one.path == "fast"
+                stored += chunk_subkeys(name, one.nbytes, staging.size) if by_gdr else [name]
             try:
                 self._store.batch_remove(stored)
             except TransferError as fault:
@@ -266,51 +279,11 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             )
 
 
-_Job = Callable[[Sequence[Value]], Sequence[Any]]
-
-
-def _in_batches(*work: tuple[_Job, Sequence[Value]]) -> dict[int, Any]:
-    """Run each function over batches of its values, a few at once; returns each value's result by its position.
-
-    Raises the first failure, after everything that had begun has ended: memory is not let go of under a transfer.
-    """
-    jobs = [(function, batch) for function, values in work for batch in _cut(values)]
-
-    def run(function: _Job, batch: Sequence[Value]) -> Sequence[Any]:
-        with _about(batch):
-            return function(batch)
-
-    results: dict[int, Any] = {}
-    with ThreadPoolExecutor(upstream.MAX_BATCH_WORKER_THREADS, thread_name_prefix="mooncake-store") as pool:
-        futures = [pool.submit(run, *job) for job in jobs]
-        try:
-            for (_, batch), future in zip(jobs, futures, strict=True):
-                results.update(zip((one.position for one in batch), future.result(), strict=True))
-        finally:
-            for future in futures:
-                future.cancel()
-    return results
-
-
-def _allocated(allocate: Callable[[Any], list[torch.Tensor]], wanted: Any) -> list[torch.Tensor]:
-    started = time.perf_counter()
-    buffers = allocate(wanted)
-    accounting.record_alloc(time.perf_counter() - started)
-    return buffers
-
-
-def _cut(values: Sequence[Value]) -> list[Sequence[Value]]:
-    """TransferQueue's batches: by number of keys."""
-    size = upstream.BATCH_SIZE_LIMIT
-    return [values[start : start + size] for start in range(0, len(values), size)]
-
-
 @contextmanager
-def _about(values: Sequence[Value]) -> Iterator[None]:
+def _naming(values: Sequence[Value]) -> Iterator[None]:
     """Faults inside the block name TransferQueue's keys."""
     try:
         yield
     except StoreFault as fault:
         names = {one.stored: one.key for one in values}
-        keys = [names.get(stored, stored) for stored in fault.keys] or list(names.values())
-        raise StoreFault(fault.cause, fault.remedy, keys, code=fault.code, settled=fault.settled) from fault
+        raise fault.about(names.get(stored, stored) for stored in fault.keys) from fault

@@ -66,6 +66,10 @@ class StoreFault(TransferError):
         self.code, self.settled = code, settled
         super().__init__(f"{where(self.keys)}{cause}: {remedy}")
 
+    def about(self, keys: Iterable[str]) -> StoreFault:
+        """The same fault, about these keys."""
+        return StoreFault(self.cause, self.remedy, keys, code=self.code, settled=self.settled)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # By default only the finished message would be kept, and Ray could not bring the error home.
         return type(self), (self.cause, self.remedy, self.keys), {"code": self.code, "settled": self.settled}

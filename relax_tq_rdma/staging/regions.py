@@ -64,6 +64,14 @@ class Regions:
         self._engine = engine
         self._lock = threading.Lock()
         self._regions: dict[Span, _Region] = {}
+        self.registered = 0
+        """How many regions were registered so far."""
+
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes of regions that are kept for the life of the process."""
+        with self._lock:
+            return sum(end - first for (first, end), region in self._regions.items() if region.closed)
 
     @contextmanager
     def hold(self, pointers: Sequence[int], sizes: Sequence[int], memory: Any) -> Iterator[Held]:
@@ -102,6 +110,7 @@ class Regions:
                 # Of several NICs, the first may have it registered all the same.
                 self._regions[span] = _Region(users=0, memory=memory, closed=True)
                 raise
+            self.registered += 1
             self._regions[span] = _Region(users=1, memory=memory)
             return span
 

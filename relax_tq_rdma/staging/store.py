@@ -23,6 +23,15 @@ SLOWEST_BYTES_PER_SECOND = 16 * 1024 * 1024
 """A call that moves bytes may take this much longer than one that does not."""
 
 
+def buffer_pool_type() -> Any:
+    """Mooncake's ``BufferPool``; ``None`` with a wheel that has none (before 0.3.12)."""
+    try:
+        from mooncake.store import BufferPool
+    except ImportError:
+        return None
+    return BufferPool
+
+
 class CheckedStore:
     """One process's connection to a Mooncake store. Safe to use from several threads.
 
@@ -42,6 +51,10 @@ class CheckedStore:
     def mounts_later(self) -> bool:
         """Whether this wheel can mount a segment after set-up (0.3.12 can, 0.3.10 cannot)."""
         return hasattr(self._native, "allocate_and_mount_segment")
+
+    def buffer_pool(self) -> Any:
+        """A native pool over the local buffer and nothing else: with ``max_bytes=0`` it would grow (measured)."""
+        return buffer_pool_type()(self._native, max_bytes=1)
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         code = self._call("register_buffer", self._native.register_buffer, buffer_ptr, size)

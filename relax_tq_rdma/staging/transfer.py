@@ -29,6 +29,35 @@ class Buffer(Protocol):
     def data_ptr(self) -> int: ...
 
 
+@contextmanager
+def about(keys: Sequence[str]) -> Iterator[None]:
+    """A fault inside the block that names no keys is about these."""
+    try:
+        yield
+    except StoreFault as fault:
+        if not fault.keys:
+            raise fault.about(keys) from fault.__cause__
+        raise
+
+
+@contextmanager
+def retiring(retire: Callable[[], None]) -> Iterator[None]:
+    """Memory of a transfer inside the block is retired, unless the transfer is surely over."""
+    try:
+        yield
+    except BaseException as exc:
+        if not (isinstance(exc, StoreFault) and exc.settled):
+            retire()
+        raise
+
+
+def filled(keys: Sequence[str], buffers: Sequence[Buffer]) -> tuple[list[str], list[int], list[int]]:
+    """Keys, addresses and sizes of the buffers that have any bytes: the store takes no empty ones (-600)."""
+    pairs = [(key, buffer) for key, buffer in zip(keys, buffers, strict=True) if buffer.nbytes]
+    pointers, sizes = [buffer.data_ptr() for _, buffer in pairs], [buffer.nbytes for _, buffer in pairs]
+    return [key for key, _ in pairs], pointers, sizes
+
+
 @dataclass(frozen=True)
 class Transfer:
     """The store with what it takes to move batches. Safe to use from several threads.
@@ -51,13 +80,13 @@ class Transfer:
 
         ``path`` is for the accounting: ``fast`` for tensors, ``slow`` for what had to be packed.
         """
-        with self._registered("put", path, keys, buffers) as registered:
-            self.upsert(*registered, hold=buffers)
+        with about(keys), self._registered("put", path, buffers):
+            self.upsert(*filled(keys, buffers), hold=buffers)
 
     def read(self, keys: Sequence[str], buffers: Sequence[Buffer], path: Path) -> None:
         """Fill each buffer with exactly as many bytes as it has."""
-        with self._registered("get", path, keys, buffers) as registered:
-            self.fetch(*registered, hold=buffers)
+        with about(keys), self._registered("get", path, buffers):
+            self.fetch(*filled(keys, buffers), hold=buffers)
 
     def upsert(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int], hold: Any = None) -> None:
         """Store registered memory; ``hold`` is kept alive while the engine may read it."""
@@ -114,23 +143,14 @@ class Transfer:
         self._until_done(None, drop, judge, keys, [0] * len(keys), [0] * len(keys))
 
     @contextmanager
-    def _registered(
-        self, direction: Direction, path: Path, keys: Sequence[str], buffers: Sequence[Buffer]
-    ) -> Iterator[tuple[list[str], list[int], list[int]]]:
-        """Keys, addresses and sizes of what is registered: empty buffers are left out, the store takes none (-600)."""
-        pairs = [(key, buffer) for key, buffer in zip(keys, buffers, strict=True) if buffer.nbytes]
-        names, pointers = [key for key, _ in pairs], [buffer.data_ptr() for _, buffer in pairs]
-        sizes = [buffer.nbytes for _, buffer in pairs]
+    def _registered(self, direction: Direction, path: Path, buffers: Sequence[Buffer]) -> Iterator[None]:
+        pointers, sizes = [buffer.data_ptr() for buffer in buffers], [buffer.nbytes for buffer in buffers]
         started = time.perf_counter()
         with self.regions.hold(pointers, sizes, buffers) as held:
             if held.new:
                 accounting.record_register(direction, path, time.perf_counter() - started, held.new)
-            try:
-                yield names, pointers, sizes
-            except StoreFault as fault:
-                if not fault.settled:
-                    held.retire()
-                raise
+            with retiring(held.retire):
+                yield
 
     def _until_done(
         self,
@@ -145,7 +165,8 @@ class Transfer:
         left = list(zip(keys, pointers, sizes, strict=True))
         tries, since = 0, 0.0
         while left:
-            failed = attempt([one[0] for one in left], [one[1] for one in left], [one[2] for one in left])
+            with about([one[0] for one in left]):
+                failed = attempt([one[0] for one in left], [one[1] for one in left], [one[2] for one in left])
             left = [one for one in left if one[0] in failed]
             if left:
                 tries, since = tries + 1, since or time.monotonic()

@@ -1,25 +1,24 @@
-"""One value of a put or a get: its names, what a reader must know of it, and its bytes in memory."""
+"""One value of a put or a get: its names, and what a reader must know of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transfer_queue.utils.tensor_utils import allocate_empty_tensors
 
 from relax_tq_rdma.staging.errors import StoreFault
 
 Meta = dict[str, Any]
 """What a reader must know of one value; it travels in TransferQueue's ``custom_backend_meta``.
 
-``generation``: of the put; then ``dtype`` and ``shape`` (a tensor) or ``packed_size`` in bytes (anything else), and
-``n_chunks`` for a tensor that TransferQueue's GDR path has cut.
+``generation``: of the put; then ``dtype`` and ``shape`` (a tensor), ``encoded_size`` in bytes (an encoded row) or
+``packed_size`` in bytes (anything else); ``n_chunks`` for what TransferQueue's GDR path has cut.
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Value:
     """``key`` is TransferQueue's (``index@field``), ``stored`` the store's; ``meta`` is empty when nothing is known."""
 
@@ -39,12 +38,22 @@ class Value:
         return "packed_size" in self.meta
 
     @property
-    def packed_size(self) -> int:
-        return int(self.meta["packed_size"])
+    def is_encoded(self) -> bool:
+        return "encoded_size" in self.meta
+
+    @property
+    def field(self) -> str:
+        return self.key.partition("@")[2]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.meta["shape"])
+        """Of a tensor; an encoded row and a packed value are bytes."""
+        size = self.meta.get("encoded_size", self.meta.get("packed_size"))
+        return tuple(self.meta["shape"]) if size is None else (int(size),)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def chunks(self) -> int:
@@ -53,6 +62,8 @@ class Value:
 
     @property
     def dtype(self) -> torch.dtype:
+        if self.is_packed or self.is_encoded:
+            return torch.uint8
         dtype = getattr(torch, str(self.meta.get("dtype")), None)
         if not isinstance(dtype, torch.dtype):
             raise StoreFault(
@@ -62,8 +73,8 @@ class Value:
             )
         return dtype
 
-    def as_memory(self) -> torch.Tensor:
-        """The tensor's logical bytes as they lie in memory: contiguous, on the CPU, without gradient.
+    def as_dense(self) -> torch.Tensor:
+        """The tensor as plain numbers, wherever and with whatever strides they lie: no gradient, nothing lazy.
 
         Raises:
             StoreFault: it has no such bytes; the message names its kind.
@@ -78,20 +89,8 @@ class Value:
         kind = next((name for name, found in kinds.items() if found), "")
         if kind:
             raise StoreFault(f"a {kind} tensor cannot be one row's value", "put it as a dense tensor", [self.key])
-        return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        return tensor.detach().resolve_conj().resolve_neg()
 
 
 def tensor_meta(tensor: torch.Tensor) -> Meta:
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-
-
-def empty_tensors(values: Sequence[Value]) -> list[torch.Tensor]:
-    """Memory for tensor values, as upstream lays it out: one block for each dtype."""
-    tensors: list[torch.Tensor] = allocate_empty_tensors([v.dtype for v in values], [v.shape for v in values])[0]
-    return tensors
-
-
-def byte_buffers(sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Byte tensors side by side in one block."""
-    buffers: list[torch.Tensor] = allocate_empty_tensors([torch.uint8] * len(sizes), [(size,) for size in sizes])[0]
-    return buffers

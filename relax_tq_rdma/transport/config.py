@@ -51,7 +51,6 @@ def build_conf(conf: Mapping[str, Any] | DictConfig | None, section: JobSection)
 def _mooncake(section: JobSection) -> dict[str, Any]:
     """Keys of ``backend.MooncakeStore``; what is not here keeps the caller's value or TransferQueue's default."""
     settings, decision = section.settings, section.decision
-    sizes = client_sizes(settings)
     return {
         "auto_init": False,  # upstream's own start kills every mooncake_master of the host by name (RFC F8)
         "metadata_server": settings.mooncake_metadata_server,
@@ -63,7 +62,7 @@ def _mooncake(section: JobSection) -> dict[str, Any]:
         "gdr_staging_buffer_mb": settings.gdr_staging_mb,
         "hard_pin": True,  # an evicted sample is a lost sample
         "global_segment_size": 0,  # the plugin's client mounts its segment itself, at its first large put
-        "local_buffer_size": sizes.buffer + sizes.staging,  # the staging pool lives in the local buffer
+        "local_buffer_size": client_sizes(settings).buffer,  # each process adds its staging pool, if it can have one
     }
 
 

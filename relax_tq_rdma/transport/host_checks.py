@@ -51,6 +51,12 @@ def check_memlock(tree: Tree, plan: MemoryPlan) -> Check:
     return Check(name=name, status="ok", evidence=f"limit {shown(limit)}, need {shown(total)}")
 
 
+def pinnable_bytes(tree: Tree) -> int | None:
+    """Bytes that this process may register for RDMA; ``None``: no limit, or none that can be read."""
+    limit, problem = memlock_limit(tree)
+    return None if problem or _may_lock_without_limit(tree) else limit
+
+
 def memlock_limit(tree: Tree) -> tuple[int | None, str]:
     """The soft limit in bytes (``None``: unlimited) and why it is not known, if so."""
     if tree.is_system:

@@ -14,6 +14,8 @@ from relax_tq_rdma.errors import UsageError
 from relax_tq_rdma.settings import Settings
 
 MIB = 1024 * 1024
+SMALLEST_STAGING = 16 * MIB
+"""A pool that had to shrink below this serves too little to be worth its memory."""
 
 
 class ClientSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +47,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def largest_region(self) -> int:
-        """The largest single memory registration."""
-        return max(self.sizes.segment, self.sizes.buffer, self.sizes.staging)
+        """The largest single memory registration: the staging pool is a part of the local buffer."""
+        return max(self.sizes.segment, self.sizes.buffer + self.sizes.staging)
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +86,14 @@ def client_sizes(settings: Settings) -> ClientSizes:
         staging=settings.host_staging_mb * MIB if settings.host_staging else 0,
         gpu_staging=settings.gdr_staging_mb * MIB if settings.use_gdr else 0,
     )
+
+
+def staging_that_fits(sizes: ClientSizes, pinnable: int | None) -> int:
+    """Bytes of the staging pool where a process may pin ``pinnable`` bytes (``None``: any number); 0: not worth it."""
+    if pinnable is None:
+        return sizes.staging
+    fits = min(sizes.staging, pinnable - sizes.segment - sizes.buffer) // MIB * MIB
+    return fits if fits >= min(sizes.staging, SMALLEST_STAGING) else 0
 
 
 def plan(settings: Settings, *, processes: int, producers: int, lazy: bool) -> MemoryPlan:

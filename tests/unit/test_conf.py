@@ -81,10 +81,10 @@ def test_a_lower_rung_asks_for_neither_gdr_nor_a_device() -> None:
     assert (store.protocol, store.device_name, store.use_gdr) == ("tcp", "", False)
 
 
-def test_the_staging_pool_gets_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_staging_pool_is_added_by_each_process_that_can_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RTQ_LOCAL_BUFFER_MB", "64")
     staged = Settings(**{**MOONCAKE.to_dict(), "host_staging": True, "host_staging_mb": 100})
-    assert build_conf(None, section(RDMA, staged)).backend.MooncakeStore.local_buffer_size == 164 * MIB
+    assert build_conf(None, section(RDMA, staged)).backend.MooncakeStore.local_buffer_size == 64 * MIB
 
 
 @pytest.mark.parametrize("total", [{}, {"total_storage_size": 512}])

@@ -1,0 +1,53 @@
+"""Work of one put or get in batches, a few at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from transfer_queue.storage.clients import mooncake_client as upstream
+
+from relax_tq_rdma.payload.format import aligned
+
+Job = Callable[[], None]
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+S = TypeVar("S", bound=_Sized)
+
+
+def run_all(jobs: Sequence[Job], workers: int) -> None:
+    """Raises the first failure, after everything that had begun has ended: memory is not let go of under a transfer."""
+    with ThreadPoolExecutor(workers, thread_name_prefix="mooncake-store") as pool:
+        futures = [pool.submit(job) for job in jobs]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def cut(items: Sequence[S], *, budget: int = 0, room: int = 0) -> list[Sequence[S]]:
+    """Cut into batches, in order: of ``budget`` bytes, or of TransferQueue's number of keys when that is 0.
+
+    Args:
+        budget: ``--tq-batch-bytes-budget``.
+        room: bytes of the memory that a batch shares, 0: any. An item that is larger is a batch by itself.
+    """
+    most_bytes = min((limit for limit in (budget, room) if limit), default=0)
+    most_items = len(items) if budget else upstream.BATCH_SIZE_LIMIT
+    batches: list[Sequence[S]] = []
+    start = size = 0
+    for at, item in enumerate(items):
+        need = aligned(item.nbytes)
+        if at > start and (at - start == most_items or (most_bytes and size + need > most_bytes)):
+            batches.append(items[start:at])
+            start, size = at, 0
+        size += need
+    return [*batches, items[start:]] if items else []
