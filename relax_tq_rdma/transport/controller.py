@@ -16,10 +16,12 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from relax_tq_rdma.errors import StartError
 from relax_tq_rdma.section import read_section
+from relax_tq_rdma.transport import placement
 from relax_tq_rdma.transport.port import Controller, Problem
 
 NAME = "TransferQueueController"
 NAMESPACE = "transfer_queue"
+STORAGE_PREFIX = "TransferQueueStorageUnit#"
 _POLL_SECONDS = 0.05
 _ASK_SECONDS = 2.0
 
@@ -103,12 +105,34 @@ def own_named_actors() -> set[str]:
 
 
 def shortage() -> str:
-    """Free CPUs of the cluster in words when there is less than one: actors then wait for ever; else empty."""
-    free = float(ray.available_resources().get("CPU", 0.0))
-    if free >= 1:
+    """The controller and this driver's storage units as far as Ray has not placed them, and the CPUs that are free, in
+    words; empty when all have a process.
+
+    Ray tells it only through its internal state; where that has changed, nothing is claimed.
+    """
+    try:
+        from ray._private.state import state
+        from ray.core.generated.gcs_pb2 import ActorTableData, ResourceUsageBatchData
+
+        accessor = state._connect_and_get_accessor()
+        actors = [ActorTableData.FromString(found) for found in accessor.get_actor_table(None, None)]
+        nodes = ResourceUsageBatchData.FromString(accessor.get_all_resource_usage()).batch
+        job = ray.get_runtime_context().get_job_id()
+        return placement.unplaced(
+            [
+                actor.required_resources["CPU"]
+                for actor in actors
+                if _is_of_transfer_queue(actor, job) and not actor.pid and actor.state != ActorTableData.DEAD
+            ],
+            [placement.Cpus(node.resources_total["CPU"], node.resources_available["CPU"]) for node in nodes],
+        )
+    except Exception:
         return ""
-    every = float(ray.cluster_resources().get("CPU", 0.0))
-    return f"{free:g} of {every:g} CPUs of the cluster are free, and it needs 1"
+
+
+def _is_of_transfer_queue(actor: Any, job: str) -> bool:
+    is_controller = (actor.name, actor.ray_namespace) == (NAME, NAMESPACE)
+    return is_controller or (actor.name.startswith(STORAGE_PREFIX) and actor.job_id.hex() == job)
 
 
 def _judge(config: Any, job: str) -> View:

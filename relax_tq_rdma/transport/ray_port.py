@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import ray
 
+from relax_tq_rdma.accounting.names import VERIFY_PREFIX
 from relax_tq_rdma.errors import StartError
 from relax_tq_rdma.seams import tq_state
 from relax_tq_rdma.settings import Settings
@@ -39,7 +40,6 @@ _LAST_RESORT_SECONDS = 3.0
 _UNWIND_SECONDS = 2.0
 _LOOK_SECONDS = 5.0
 _MANAGERS = {"MooncakeStore": "MooncakeStorageManager", "SimpleStorage": "AsyncSimpleStorageManager"}
-_STORAGE_PREFIX = "TransferQueueStorageUnit#"
 
 
 class RayPort:
@@ -251,7 +251,7 @@ class RayPort:
         return problems
 
     def _verify_round_trip(self, ends: float) -> list[Problem]:
-        trip = _Background(lambda: tq_state.round_trip(f"rtq_verify_{self._job}", ends), "transfer-queue-verify")
+        trip = _Background(lambda: tq_state.round_trip(f"{VERIFY_PREFIX}{self._job}", ends), "transfer-queue-verify")
         if not trip.wait(max(0.1, ends - time.monotonic())):
             reason = "a put and get through TransferQueue did not come back in time"
         elif trip.error is not None:
@@ -292,7 +292,7 @@ class RayPort:
     def _new_storage_actors(self) -> set[str]:
         """Storage units that were not there before this job's init: its own."""
         now = controller.own_named_actors() - self._storage_before
-        return {name for name in now if name.startswith(_STORAGE_PREFIX)}
+        return {name for name in now if name.startswith(controller.STORAGE_PREFIX)}
 
     def _close_all(self) -> None:
         # A store whose master does not answer blocks in close, holding the GIL (10 s when it is dead, more when it is

@@ -125,12 +125,15 @@ def test_a_config_that_never_comes(stand_in):
     assert "its config did not come" in seen.reason
 
 
-def test_a_constructor_that_never_ends(stand_in):
-    stand_in(seconds=600)
+@pytest.mark.parametrize("cpus", [0, 4])
+def test_a_constructor_that_never_ends(stand_in, cpus):
+    """With all four CPUs of the cluster its own, none is free and none is lacking."""
+    stand_in(seconds=600, num_cpus=cpus)
     time.sleep(1.5)  # its process is up and inside the constructor
     seen = look(1.5)
     assert seen.state is Controller.UNFINISHED
     assert "constructor has not finished" in seen.reason
+    assert controller.shortage() == ""
 
 
 def test_an_actor_that_cannot_be_scheduled_is_told_with_numbers(stand_in):
@@ -140,7 +143,7 @@ def test_an_actor_that_cannot_be_scheduled_is_told_with_numbers(stand_in):
     seen = look()
     ray.kill(hold)
     assert seen.state is Controller.UNFINISHED
-    assert "0 of 4 CPUs of the cluster are free" in seen.reason
+    assert "it needs 1 CPU, and 0 of 4 CPUs of the cluster are free" in seen.reason
 
 
 def test_a_dead_controller_whose_name_may_still_be_found(stand_in):
@@ -235,7 +238,8 @@ def test_an_init_that_waits_for_cpus_ends_in_time_says_so_and_can_be_repeated(po
     problem = port.init(conf_of(SIMPLE), limit)
     assert time.monotonic() - since < limit + 3
     assert isinstance(problem, Problem)
-    assert "did not finish within 12 s: 0 of 4 CPUs" in problem.reason
+    assert "did not finish within 12 s: an actor of TransferQueue has no process: it needs 1 CPU" in problem.reason
+    assert "0 of 4 CPUs of the cluster are free" in problem.reason
     assert port.clean(10.0) is None
     assert_nothing_left()
     ray.kill(hold)
