@@ -61,6 +61,34 @@ def metrics(ctx: typer.Context) -> None:
     _exit_with(run, ctx.args)
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measure the data plane.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("path", context_settings=_PASS_THROUGH, add_help_option=False)
+def bench_path(ctx: typer.Context) -> None:
+    """What a batch costs from producer to consumer: engine, TransferQueue, and the plugin layer by layer."""
+    from relax_tq_rdma.bench.path.cli import run
+
+    _exit_with(run, ctx.args)
+
+
+@bench.command("payload", context_settings=_PASS_THROUGH, add_help_option=False)
+def bench_payload(ctx: typer.Context) -> None:
+    """What the row format costs on many small rows."""
+    from relax_tq_rdma.bench.payload import main as run
+
+    _exit_with(run, ctx.args)
+
+
+@bench.command("accounting", context_settings=_PASS_THROUGH, add_help_option=False)
+def bench_accounting(ctx: typer.Context) -> None:
+    """What accounting costs on a real TransferQueue."""
+    from relax_tq_rdma.bench.accounting import main as run
+
+    _exit_with(run, ctx.args)
+
+
 def _exit_with(run: Callable[[list[str]], int], argv: list[str]) -> None:
     try:
         code = run(list(argv))

@@ -1,0 +1,89 @@
+"""Tables for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from relax_tq_rdma.bench.path.figures import CaseFigures, Side, TierLimits
+from relax_tq_rdma.bench.path.measure import Result
+
+_COLUMNS = ("GB/s", "limit", "median s", "range s", "copies", "fresh", "reg", "moved MB", "RSS +MB", "CPU s")
+_LIMITS = {
+    "memcpy": "copy (1 thread, warm)",
+    "loopback": "TCP over loopback",
+    "engine_put": "engine put",
+    "engine_get": "engine get",
+    "put_copy": "copy, then engine put",
+}
+
+
+def show(whole: dict[str, Any], result: Result) -> None:
+    """Print tables, limits, ratios and what was not measured."""
+    console = Console(width=max(120, Console().width), highlight=False)
+    console.print(_header(whole["environment"]))
+    for tier, bounds in result.limits.items():
+        cases = [case for case in result.cases if case.tier_mib == tier]
+        console.print(_table(tier, cases, bounds))
+        for case in cases:
+            if case.not_measured:
+                console.print(f"{case.case}: not measured: {case.not_measured}", markup=False)
+        limits = ((text, getattr(bounds, name)) for name, text in _LIMITS.items())
+        console.print("limits, GB/s: " + ", ".join(f"{text} {_number(value)}" for text, value in limits))
+        ratios = whole["ratios_by_tier"][str(tier)]
+        console.print("ratios: " + ", ".join(f"{name} {_number(value)}" for name, value in ratios.items()) + "\n")
+
+
+def _header(shared: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in shared["versions"].items())
+    return (
+        f"{versions}; {shared['cpus']} CPUs; MC_STORE_MEMCPY={int(shared['mc_store_memcpy'])}\n{shared['controller']}; "
+        f"Mooncake: {shared['mooncake']}\n{shared['repeats']} repeats, the consumer retains "
+        f"{shared['retained_batches']} batches, pool {shared['pool_mib']} MiB. A ratio above 1: the plugin is faster."
+    )
+
+
+def _table(tier: int, cases: list[CaseFigures], bounds: TierLimits) -> Table:
+    first = cases[0]
+    table = Table(title=f"{tier} MiB: {first.payload_bytes / 1e6:.1f} MB in {first.rows} rows, groups of {first.dup}")
+    table.add_column("case")
+    table.add_column("")
+    for name in _COLUMNS:
+        table.add_column(name, justify="right")
+    for case in cases:
+        if case.put and case.get:
+            put, get = _limits_of(case, bounds)
+            table.add_row(case.case, "put", *_cells(case.put, put))
+            table.add_row("", "get", *_cells(case.get, get), end_section=True)
+        else:
+            table.add_row(case.case, "", "not measured", end_section=True)
+    return table
+
+
+def _limits_of(case: CaseFigures, bounds: TierLimits) -> tuple[float | None, float | None]:
+    """What bounds put and get: the engine, with a copy where rows are packed; for SimpleStorage the link."""
+    if case.backend == "simple":
+        return bounds.loopback, bounds.loopback
+    packs = case.case not in ("engine", "mooncake_jagged")
+    return (bounds.put_copy if packs else bounds.engine_put), bounds.engine_get
+
+
+def _cells(side: Side, limit: float | None) -> list[str]:
+    return [
+        f"{side.gbs:.2f}",
+        _number(limit),
+        f"{side.seconds.median:.4f}",
+        f"{side.seconds.min:.4f}-{side.seconds.max:.4f}",
+        f"{side.copies:.2f}",
+        f"{side.fresh:.2f}",
+        f"{side.registrations:.0f}",
+        f"{side.moved_bytes / 1e6:.1f}",
+        f"{side.peak_rss_bytes / 1e6:.1f}",
+        f"{side.cpu_s:.3f}",
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f}"
