@@ -36,15 +36,16 @@ def run_job(options: Options, settings: Settings, report: Reporter) -> JobResult
         )
         # Registered before it exists: an interrupted start is closed too.
         stack.callback(_undisturbed, lambda: data_system.close(settings, ray))
-        report.phase("starting the actors and TransferQueue")
-        workers = Workers(options, with_plugin=not settings.touches_nothing)
-        stack.callback(_undisturbed, lambda: workers.stop(ray))
+        report.phase("starting TransferQueue")
         system = data_system.start(settings, host, options.samples_per_prompt)
         choice = resolve_per_rank_fetch(
             settings, host_switch=options.per_rank_fetch, multimodal=True, decision=system.decision
         )
         fetch = f"per-rank fetch {'on' if choice.on else 'off'}, {choice.why}"
-        report.phase(f"connecting the rollout and {options.mesh.world} trainer ranks ({fetch})")
+        report.phase(f"starting the rollout and {options.mesh.world} trainer ranks ({fetch})")
+        # Not earlier: their imports would take the cores from a start that has a deadline.
+        workers = Workers(options, with_plugin=not settings.touches_nothing)
+        stack.callback(_undisturbed, lambda: workers.stop(ray))
         workers.connect(system.config, per_rank=choice.on)
         report.phase(f"training {options.steps} steps")
         losses, steps = _train(options, workers, report)

@@ -34,7 +34,7 @@ class Workers:
             .options(num_cpus=0, max_concurrency=1)  # it works ahead, but on one step at a time
             .remote(options.seed, options.prompts, options.samples_per_prompt, options.image_max_tokens)
         )
-        self._prepared = self._rollout.prepare.remote()  # seconds of imports, while TransferQueue starts
+        self._prepared = self._rollout.prepare.remote()  # seconds of imports, while the ranks start
         trainer = ray.remote(Trainer).options(num_cpus=0)
         self._trainers = [
             trainer.remote(rank, options.mesh, options.seed, ROWS_SECONDS) for rank in range(options.mesh.world)

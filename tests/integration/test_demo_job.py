@@ -150,7 +150,7 @@ def test_transfer_queue_0_1_10_and_data_parallel_cohorts_train_on_the_same_rows(
     ("phase", "number", "whom", "flags"),
     [
         ("starting a local Ray", signal.SIGTERM, "group", []),
-        ("starting the actors", signal.SIGINT, "group", MOONCAKE),
+        ("starting TransferQueue", signal.SIGINT, "group", MOONCAKE),
         ("step 2/", signal.SIGTERM, "group", MOONCAKE),
         ("step 2/", signal.SIGKILL, "driver", []),
     ],
