@@ -73,6 +73,21 @@ def per_rank_wanted(settings: Settings, host: HostFacts) -> bool:
     return host.per_rank_fetch or (automatic and host.multimodal is not False)
 
 
+_DEFAULT = Settings()
+
+
+def _no_effect(flag: str, setting: str, without: str, idle: Callable[[Settings], bool], reference: str) -> Rule:
+    """A flag that only tunes what is not switched on. Given with its default value it cannot be told from not given."""
+    return Rule(
+        "adjust",
+        (flag, without.split()[0]),
+        lambda s, h: getattr(s, setting) != getattr(_DEFAULT, setting) and idle(s),
+        f"{flag} has no effect without {without}",
+        f"add {without} or drop {flag}",
+        reference,
+    )
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "reject",
@@ -171,13 +186,15 @@ RULES: tuple[Rule, ...] = (
         "add --tq-storage-backend mooncake --tq-transport rdma --tq-rdma-mode auto",
         "RFC §4.2.1",
     ),
-    Rule(
-        "adjust",
-        ("--tq-mooncake-auto-init", "--tq-storage-backend"),
-        lambda s, h: s.mooncake_auto_init == "job-owned" and not s.wants_mooncake,
-        "--tq-mooncake-auto-init job-owned is ignored with --tq-storage-backend simple",
-        "add --tq-storage-backend mooncake",
-        "RFC §4.2.1",
+    *(
+        _no_effect(
+            f"--tq-{setting.replace('_', '-')}",
+            setting,
+            "--tq-storage-backend mooncake",
+            lambda s: not s.wants_mooncake,
+            "RFC §4.2.1",
+        )
+        for setting in ("mooncake_auto_init", "mooncake_master_address", "mooncake_metadata_server", "fallback_backend")
     ),
     Rule(
         "adjust",
@@ -195,12 +212,22 @@ RULES: tuple[Rule, ...] = (
         "add --tq-normalize-multimodal",
         "RFC §4.7",
     ),
-    Rule(
-        "adjust",
-        ("--tq-dedup-share-view", "--tq-dedup-multimodal"),
-        lambda s, h: s.dedup_share_view and not s.dedup_multimodal,
-        "--tq-dedup-share-view is ignored without --tq-dedup-multimodal",
-        "add --tq-dedup-multimodal",
+    _no_effect(
+        "--tq-batch-bytes-budget",
+        "batch_bytes_budget",
+        "--tq-storage-backend mooncake",
+        lambda s: not s.wants_mooncake,
+        "RFC §4.6",
+    ),
+    _no_effect(
+        "--tq-host-staging-mb", "host_staging_mb", "--tq-host-staging", lambda s: not s.host_staging, "RFC §4.6"
+    ),
+    _no_effect("--tq-gdr-staging-mb", "gdr_staging_mb", "--tq-use-gdr", lambda s: not s.use_gdr, "RFC §4.2.1"),
+    _no_effect(
+        "--tq-dedup-share-view",
+        "dedup_share_view",
+        "--tq-dedup-multimodal",
+        lambda s: not s.dedup_multimodal,
         "RFC §4.4",
     ),
     Rule(
@@ -245,6 +272,16 @@ RULES: tuple[Rule, ...] = (
         "per-rank fetch with fewer storage units than TP ranks: the ranks queue at the same units",
         "raise --num-data-storage-units to at least the TP size",
         "RFC §4.5",
+    ),
+    Rule(
+        "adjust",
+        ("--tq-allow-unstaged-per-rank-fetch", "--tq-per-rank-fetch"),
+        lambda s, h: (
+            s.allow_unstaged_per_rank_fetch and (not s.wants_mooncake or s.host_staging or s.per_rank_fetch == "off")
+        ),
+        "--tq-allow-unstaged-per-rank-fetch has no effect: nothing here needs that confirmation",
+        "drop it",
+        "RFC §4.7",
     ),
     Rule(
         "adjust",

@@ -4,6 +4,7 @@ import pytest
 
 from relax_tq_rdma import Settings, UsageError, compat
 from relax_tq_rdma.compat import HostFacts
+from relax_tq_rdma.flags import FLAGS
 
 MOONCAKE = ["--tq-storage-backend", "mooncake", "--tq-mooncake-auto-init", "job-owned"]
 RDMA = [*MOONCAKE, "--tq-transport", "rdma", "--tq-rdma-mode", "auto"]
@@ -51,6 +52,12 @@ def test_reject_names_both_flags_and_the_way_out(argv, flags):
         (["--tq-rdma-mode", "auto"], ("--tq-rdma-mode", "--tq-storage-backend"), "adjust"),
         (["--tq-rdma-device", "mlx5_0"], ("--tq-rdma-device",), "adjust"),
         (["--tq-mooncake-auto-init", "job-owned"], ("--tq-mooncake-auto-init", "--tq-storage-backend"), "adjust"),
+        (["--tq-mooncake-master-address", "h:1"], ("--tq-mooncake-master-address", "--tq-storage-backend"), "adjust"),
+        (["--tq-mooncake-metadata-server", "h:1"], ("--tq-mooncake-metadata-server", "--tq-storage-backend"), "adjust"),
+        (["--tq-fallback-backend", "none"], ("--tq-fallback-backend", "--tq-storage-backend"), "adjust"),
+        (["--tq-batch-bytes-budget", "1"], ("--tq-batch-bytes-budget", "--tq-storage-backend"), "adjust"),
+        ([*MOONCAKE, "--tq-host-staging-mb", "64"], ("--tq-host-staging-mb", "--tq-host-staging"), "adjust"),
+        ([*MOONCAKE, "--tq-gdr-staging-mb", "64"], ("--tq-gdr-staging-mb", "--tq-use-gdr"), "adjust"),
         (["--tq-host-staging"], ("--tq-host-staging", "--tq-storage-backend"), "adjust"),
         (["--tq-batch-bytes-budget", "1"], ("--tq-batch-bytes-budget", "--tq-normalize-multimodal"), "warn"),
         (["--tq-dedup-share-view"], ("--tq-dedup-share-view", "--tq-dedup-multimodal"), "adjust"),
@@ -68,6 +75,48 @@ def test_reject_names_both_flags_and_the_way_out(argv, flags):
 )
 def test_rows_that_let_the_job_start(argv, flags, verdict):
     assert verdicts(argv, flags=flags) == {verdict}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [*MOONCAKE, "--tq-host-staging", "--tq-host-staging-mb", "64"],
+        [*RDMA, "--tq-use-gdr", "--tq-gdr-staging-mb", "64"],
+        [*MOONCAKE, "--tq-mooncake-metadata-server", "h:1", "--tq-fallback-backend", "none"],
+        [*MOONCAKE, "--tq-normalize-multimodal", "--tq-batch-bytes-budget", "1"],
+        ["--tq-normalize-multimodal", "--tq-dedup-multimodal", "--tq-dedup-share-view"],
+        [*MOONCAKE, "--tq-per-rank-fetch", "on", "--tq-allow-unstaged-per-rank-fetch"],
+    ],
+)
+def test_a_flag_that_tunes_what_is_on_is_not_called_idle(argv):
+    assert not any("has no effect" in f.message for f in compat.findings(Settings.from_flags(argv)))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--tq-allow-unstaged-per-rank-fetch"],
+        [*MOONCAKE, "--tq-allow-unstaged-per-rank-fetch", "--tq-per-rank-fetch", "off"],
+        [*MOONCAKE, "--tq-allow-unstaged-per-rank-fetch", "--tq-host-staging"],
+    ],
+)
+def test_a_confirmation_that_nothing_asks_for_is_said(argv):
+    (finding,) = (f for f in compat.findings(Settings.from_flags(argv)) if "has no effect" in f.message)
+    assert (finding.verdict, finding.way_out) == ("adjust", "drop it")
+
+
+NEED_NOTHING = {"accounting", "storage_backend", "init_timeout_seconds", "per_rank_fetch", "normalize_multimodal"}
+
+
+@pytest.mark.parametrize(
+    "flag", [flag for flag in FLAGS if flag.setting not in NEED_NOTHING], ids=lambda flag: flag.name
+)
+def test_a_flag_that_does_nothing_alone_says_so(flag):
+    """Alone means with SimpleStorage and no layer on."""
+    values = {"mooncake_master_address": "h:1", "mooncake_metadata_server": "h:1"}
+    value = values.get(flag.setting) or next((c for c in flag.choices or () if c != flag.default), "7")
+    found = compat.findings(Settings.from_flags([flag.name, *([value] if flag.kind == "value" else [])]))
+    assert {f.verdict for f in found if flag.name in f.flags} & {"adjust", "reject"}
 
 
 def test_rows_that_need_host_facts():
