@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,13 @@ class Holder:
             pipe.close()
 
 
-def backend_config(master: str, *, job: str = "job1", **more: Any) -> dict[str, Any]:
+def backend_config(
+    master: str, *, job: str = "job1", settings: Mapping[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
     """``backend.MooncakeStore`` of a running job, as its processes get it."""
     section = JobSection(
         job=job,
-        settings=Settings(storage_backend="mooncake", mooncake_master_address=master),
+        settings=Settings(storage_backend="mooncake", mooncake_master_address=master, **(settings or {})),
         decision=Decision(backend="MooncakeStore", protocol="tcp"),
         plugin_version="0",
         master=master,

@@ -1,6 +1,9 @@
 """A fake Mooncake store that refuses what an RDMA engine refuses, where TCP would let it pass (unregistered memory,
 overlapping regions, values of no bytes). Codes are the engine's, as measured on 0.3.13.
 
+Its pool behaves as Mooncake's: it never grows, memory comes back when the last view dies, and it is filled with a
+poison value then, so that whoever still looks at it sees that.
+
 ``plan`` is a list of functions, one for each batch put or get in turn; each gets that call's codes and returns what the
 caller shall see: dropped, shortened or failed.
 """
@@ -9,12 +12,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+POISON = 0xA5
 Codes = list[int]
 
 
@@ -33,6 +40,8 @@ class StrictStore:
         self.calls: list[tuple[str, list[str]]] = []
         self.refused: list[str] = []
         self.registered = 0
+        self.local = np.empty(0, np.uint8)
+        self.pools: list[StrictPool] = []
         self.closed = 0
         self.setup_arguments: tuple[Any, ...] = ()
         self._lock = threading.RLock()
@@ -43,6 +52,7 @@ class StrictStore:
         self.setup_arguments = arguments
         if arguments[2]:
             self.mounts.append(arguments[2])
+        self.local = _aligned(arguments[3])
         return self.setup_code
 
     def allocate_and_mount_segment(self, size: int, protocol: str = "tcp", location: str = "") -> dict[str, Any]:
@@ -126,7 +136,8 @@ class StrictStore:
             return self.plan.pop(0)(codes) if self.plan and not _is_mark(keys) else codes
 
     def _covered(self, pointer: int, size: int) -> bool:
-        return any(first <= pointer and pointer + size <= first + length for first, length in self.regions.items())
+        regions = [*self.regions.items(), (self.local.ctypes.data, self.local.nbytes)]
+        return any(first <= pointer and pointer + size <= first + length for first, length in regions)
 
     def _refuse(self, code: int, why: str) -> int:
         self.refused.append(why)
@@ -142,9 +153,59 @@ class StrictStore:
         return [keys for called, keys in self.calls if called == name and not _is_mark(keys)]
 
 
-def use_strict_store(monkeypatch: pytest.MonkeyPatch, store: StrictStore, *, lazy: bool = True) -> None:
-    """Make TransferQueue's client find ``store`` where Mooncake would be; ``lazy``: one that can mount after set-up."""
+class StrictPool:
+    """``mooncake.store.BufferPool`` over a store's local buffer, as measured on 0.3.13."""
+
+    def __init__(self, store: StrictStore, *, max_bytes: int) -> None:
+        assert max_bytes == 1, "0 would let it grow"
+        self.store = store
+        self._taken: list[tuple[int, int]] = []
+        self._freed: deque[tuple[int, int]] = deque()
+        self._lock = threading.Lock()
+        store.pools.append(self)
+
+    def acquire(self, size: int, block: bool = True) -> SimpleNamespace:
+        assert block is False, "one that waits may wait for ever"
+        with self._lock:
+            self._settle()
+            at = 0
+            for first, end in self._taken:
+                if first - at >= size:
+                    break
+                at = -(-end // 64) * 64
+            if self.store.local.nbytes - at < size:
+                raise RuntimeError("buffer pool is exhausted")
+            self._taken = sorted([*self._taken, (at, at + size)])
+        memory = (ctypes.c_ubyte * size).from_buffer(self.store.local.data[at : at + size])
+        weakref.finalize(memory, self._free, at, at + size).atexit = False
+        return SimpleNamespace(buffer=memoryview(memory).cast("B"))
+
+    def leased(self) -> int:
+        """Bytes that are on lease."""
+        with self._lock:
+            self._settle()
+            return sum(end - first for first, end in self._taken)
+
+    def _free(self, first: int, end: int) -> None:
+        self.store.local[first:end] = POISON
+        self._freed.append((first, end))
+
+    def _settle(self) -> None:
+        while self._freed:
+            self._taken.remove(self._freed.popleft())
+
+
+def use_strict_store(
+    monkeypatch: pytest.MonkeyPatch, store: StrictStore, *, lazy: bool = True, pool: bool = True
+) -> None:
+    """Make TransferQueue's client find ``store`` where Mooncake would be.
+
+    ``lazy``: a wheel that can mount after set-up; ``pool``: one that has a ``BufferPool``.
+    """
     from transfer_queue.storage.clients import mooncake_client as upstream
+
+    from relax_tq_rdma.staging import connect
+    from relax_tq_rdma.staging import store as engine
 
     native = type("Native", (), {"__new__": lambda cls: store})
     if lazy:
@@ -152,6 +213,14 @@ def use_strict_store(monkeypatch: pytest.MonkeyPatch, store: StrictStore, *, laz
     monkeypatch.setattr(upstream, "MOONCAKE_STORE_IMPORTED", True)
     monkeypatch.setattr(upstream, "MooncakeDistributedStore", native, raising=False)
     monkeypatch.setattr(upstream, "ReplicateConfig", SimpleNamespace, raising=False)
+    for module in (connect, engine):
+        monkeypatch.setattr(module, "buffer_pool_type", lambda: StrictPool if pool else None)
+
+
+def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size]
 
 
 def _is_mark(keys: list[str]) -> bool:

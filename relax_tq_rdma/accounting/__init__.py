@@ -17,7 +17,7 @@ from relax_tq_rdma.accounting.mixin import AccountingMixin
 from relax_tq_rdma.accounting.names import Direction, FanoutMode, Path, StageName, StagingRung
 from relax_tq_rdma.accounting.paths import SlowPathError, assert_fast_path, took_fast_path
 from relax_tq_rdma.accounting.process import configure, current, expect_fast_path, flush
-from relax_tq_rdma.accounting.records import Batch, FieldStats, Flow, StepSummary
+from relax_tq_rdma.accounting.records import Batch, FieldStats, Flow, PoolState, StepSummary
 from relax_tq_rdma.accounting.stages import fanout, stage
 from relax_tq_rdma.transport.report import Decision, Fallback
 
@@ -30,6 +30,7 @@ __all__ = [
     "Flow",
     "Ledger",
     "Path",
+    "PoolState",
     "SlowPathError",
     "StageName",
     "StagingRung",
@@ -43,9 +44,11 @@ __all__ = [
     "measure",
     "record_alloc",
     "record_fallback",
+    "record_pool",
     "record_raw_rows",
     "record_register",
     "record_retry",
+    "record_staged",
     "record_wire",
     "set_backend",
     "stage",
@@ -90,6 +93,22 @@ def record_raw_rows(field: str, rows: int, step: str | None = None) -> None:
     accounting = current()
     if accounting is not None:
         accounting.ledger.left_raw(field, rows, step)
+        accounting.tick()
+
+
+def record_staged(direction: Direction, rung: StagingRung, values: int, nbytes: int) -> None:
+    """``values`` of ``nbytes`` in sum were moved with host staging, by one kind of memory (RFC §4.6)."""
+    accounting = current()
+    if accounting is not None:
+        accounting.ledger.staged(direction, rung, values, nbytes)
+        accounting.tick()
+
+
+def record_pool(state: PoolState) -> None:
+    """How the staging pool of this process is after a put or get."""
+    accounting = current()
+    if accounting is not None:
+        accounting.ledger.pool(state)
         accounting.tick()
 
 

@@ -94,6 +94,8 @@ class NodeCollector:
                 yield _counter(metric, totals)
             elif metric.kind == "histogram":
                 yield _histogram(metric, totals)
+            elif not metric.labels:
+                yield GaugeMetricFamily(metric.name, metric.help, value=float(view.gauges.get(metric.name, 0)))
         info = GaugeMetricFamily(names.BACKEND_INFO.name, names.BACKEND_INFO.help, labels=names.BACKEND_INFO.labels)
         for backend in view.backends:
             info.add_metric(backend, 1)

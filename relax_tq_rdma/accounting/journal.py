@@ -21,6 +21,9 @@ class Journal:
     def write(self, summary: StepSummary) -> None:
         head = {"schema": SCHEMA, "step": summary.step, "update": summary.update}
         lines = [msgspec.json.encode(head | msgspec.to_builtins(flow)) + b"\n" for flow in summary.fields]
+        if summary.pool is not None:
+            pool = {"staged": summary.staged, "pool": summary.pool}
+            lines.append(msgspec.json.encode(head | pool) + b"\n")
         if not lines:
             return
         try:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from relax_tq_rdma.accounting import names
-from relax_tq_rdma.accounting.names import Direction, FanoutMode, Metric, Path, Result, StageName
-from relax_tq_rdma.accounting.records import Batch, Histogram, StepSummary, Totals
+from relax_tq_rdma.accounting.names import Direction, FanoutMode, Metric, Path, Result, StageName, StagingRung
+from relax_tq_rdma.accounting.records import Batch, Histogram, PoolState, StepSummary, Totals
 from relax_tq_rdma.accounting.steps import Cell, Step, summarise
 
 KEEP_STEPS = 4
@@ -43,6 +43,7 @@ class Ledger:
         self._labels: set[str] = set()
         self._steps: dict[str, Step] = {}  # oldest first
         self._due: list[Step] = []
+        self._pool = PoolState()
         self.revision = 0
         """Grows with every change, so that a publisher can tell news from silence."""
 
@@ -153,6 +154,36 @@ class Ledger:
             self.revision += 1
             self._stage("alloc", ns, self._named(None))
             self._observe(names.GET_ALLOC_SECONDS, (), ns)
+
+    def staged(self, direction: Direction, rung: StagingRung, values: int, nbytes: int) -> None:
+        """``values`` were moved with host staging, by one kind of memory."""
+        with self._lock:
+            self.revision += 1
+            self._count(names.STAGING_VALUES, (direction, rung), values)
+            self._count(names.STAGING_BYTES, (direction, rung), nbytes)
+            if found := self._named(None):
+                sums = found.staged.setdefault((direction, rung), [0, 0])
+                sums[0] += values
+                sums[1] += nbytes
+                found.dirty = True
+
+    def pool(self, state: PoolState) -> None:
+        """How the staging pool of this process is now."""
+        with self._lock:
+            self.revision += 1
+            self._pool = state
+            if found := self._named(None):
+                found.pool = state
+
+    def gauges(self) -> dict[str, int]:
+        """What is the case now, by the metric's name."""
+        pool = self._pool
+        return {
+            names.STAGING_CAPACITY.name: pool.capacity,
+            names.STAGING_HELD.name: pool.held,
+            names.STAGING_PEAK.name: pool.peak,
+            names.STAGING_RETIRED.name: pool.retired,
+        }
 
     def fallback(self, from_: str, to: str, reason: str) -> None:
         """The job took one step down the ladder."""

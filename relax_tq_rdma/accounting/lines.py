@@ -32,6 +32,13 @@ def step_line(summary: StepSummary, *, node: str = "", pid: int | None = None) -
         pairs["effective_s"] = _seconds(summary.effective_s)
         pairs["effective_GBps"] = _rate(summary.effective_bytes, summary.effective_s)
     pairs |= {f"{name}_s": _seconds(s) for name, s in summary.stages.items() if name not in ("put", "get")}
+    pairs |= {f"{one.direction}_{one.rung}_bytes": str(one.bytes) for one in summary.staged}
+    if summary.pool is not None:
+        pairs |= {"pool_held_bytes": str(summary.pool.held), "pool_peak_bytes": str(summary.pool.peak)}
+        if summary.pool.retired:
+            pairs["pool_retired_bytes"] = str(summary.pool.retired)
+        if summary.pool.advised_mb:
+            pairs["advised_host_staging_mb"] = str(summary.pool.advised_mb)
     if summary.unmeasured:
         pairs["unmeasured"] = str(summary.unmeasured)
     if summary.raw_rows:

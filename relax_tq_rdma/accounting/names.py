@@ -37,6 +37,7 @@ only; ``call``: registered for one call."""
 DIRECTIONS: tuple[str, ...] = get_args(Direction)
 STAGES: tuple[str, ...] = get_args(StageName)
 FANOUT_MODES: tuple[str, ...] = get_args(FanoutMode)
+STAGING_RUNGS: tuple[str, ...] = get_args(StagingRung)
 
 VERIFY_PREFIX = "rtq_verify_"
 """Partitions whose id begins so are the start's own round trips: no payload of the job, not counted."""
@@ -101,6 +102,20 @@ FALLBACK = Metric("dataplane_fallback_total", "counter", ("from", "to", "reason"
 MR_REGISTER = Metric(
     "dataplane_mr_register_total", "counter", ("direction", "path"), "Memory regions registered with the transport."
 )
+STAGING_VALUES = Metric(
+    "dataplane_staging_values_total", "counter", ("direction", "rung"), "Values moved with host staging, by memory."
+)
+STAGING_BYTES = Metric(
+    "dataplane_staging_bytes_total", "counter", ("direction", "rung"), "Bytes moved with host staging, by memory."
+)
+STAGING_CAPACITY = Metric("dataplane_staging_capacity_bytes", "gauge", (), "Size of the staging pools.")
+STAGING_HELD = Metric("dataplane_staging_held_bytes", "gauge", (), "Bytes of the pools that consumers hold.")
+STAGING_PEAK = Metric(
+    "dataplane_staging_peak_bytes", "gauge", (), "Most bytes that consumers held of each pool, summed."
+)
+STAGING_RETIRED = Metric(
+    "dataplane_staging_retired_bytes", "gauge", (), "Bytes out of use for good: a failed transfer may still run there."
+)
 STAGE = Metric("dataplane_stage_seconds", "histogram", ("stage",), "Time of one completed stage.")
 FANOUT = Metric("dataplane_fanout_seconds", "histogram", ("mode",), "Time to bring one batch to all ranks of a cohort.")
 MR_REGISTER_SECONDS = Metric(
@@ -125,10 +140,16 @@ METRICS: dict[str, Metric] = {
         OPERATIONS,
         FALLBACK,
         MR_REGISTER,
+        STAGING_VALUES,
+        STAGING_BYTES,
         STAGE,
         FANOUT,
         MR_REGISTER_SECONDS,
         GET_ALLOC_SECONDS,
+        STAGING_CAPACITY,
+        STAGING_HELD,
+        STAGING_PEAK,
+        STAGING_RETIRED,
         BACKEND_INFO,
     )
 }

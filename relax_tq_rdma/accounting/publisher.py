@@ -79,6 +79,7 @@ class Publisher:
             serial=self._serial,
             written=time.time(),
             rows=self._ledger.totals().to_rows(),
+            gauges=self._ledger.gauges(),
             backend=self.backend,
         )
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_tq_rdma.accounting.names import BUCKETS_S, METRICS, Direction, Path
+from relax_tq_rdma.accounting.names import BUCKETS_S, METRICS, Direction, Path, StagingRung
 
 UniqueBy = Literal["identity", "content"]
 """How copies were told from originals: by the memory they occupy, or by a blake2b-128 digest of their content."""
@@ -76,6 +76,26 @@ class FieldFlow(msgspec.Struct, frozen=True, kw_only=True):
     saved_bytes: int = 0
 
 
+class PoolState(msgspec.Struct, frozen=True, kw_only=True):
+    """A process's staging pool as of its last put or get, in bytes. ``advised_mb``: the size in MiB with which nothing
+    would have been copied out; 0 when there is nothing to advise. ``retired``: of the pool and of other memory."""
+
+    capacity: int = 0
+    held: int = 0
+    peak: int = 0
+    retired: int = 0
+    advised_mb: int = 0
+
+
+class Staged(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step moved with host staging through one kind of memory."""
+
+    direction: Direction
+    rung: StagingRung
+    values: int
+    bytes: int
+
+
 class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What this process moved for one step (= TransferQueue partition).
 
@@ -95,6 +115,8 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     unique_by: UniqueBy = "identity"
     unmeasured: int = 0
     raw_rows: int = 0
+    staged: tuple[Staged, ...] = ()
+    pool: PoolState | None = None
     effective_s: float | None = None
 
     @property

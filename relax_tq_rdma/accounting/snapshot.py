@@ -12,12 +12,14 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from relax_tq_rdma.accounting.names import METRICS
 from relax_tq_rdma.accounting.notes import reason, say_once
 from relax_tq_rdma.accounting.records import Row, Totals
 from relax_tq_rdma.transport.process import ProcessId, boot_scope
@@ -47,6 +49,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     serial: int
     written: float
     rows: list[Row]
+    gauges: dict[str, int] = {}
     backend: tuple[str, str, str, str] | None = None
     schema: int = SCHEMA
 
@@ -72,6 +75,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     ended: int
     backends: tuple[tuple[str, str, str, str], ...]
+    gauges: dict[str, int]
     written: float
 
 
@@ -111,8 +115,16 @@ def read_node(folder: Path) -> NodeView:
         live=len(live),
         ended=len(owners) - len(live) + retired.processes,
         backends=tuple(sorted({s.backend for s in snapshots if s.backend is not None and s.owner in live})),
+        gauges=_summed(s.gauges for s in snapshots if s.owner in live),
         written=max((s.written for s in snapshots), default=0.0),
     )
+
+
+def _summed(gauges: Iterable[dict[str, int]]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for some in gauges:
+        sums.update({name: value for name, value in some.items() if name in METRICS})
+    return dict(sums)
 
 
 def compact(folder: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from relax_tq_rdma.accounting.names import Direction, Path
-from relax_tq_rdma.accounting.records import FieldFlow, FieldStats, Flow, StepSummary, UniqueBy
+from relax_tq_rdma.accounting.names import Direction, Path, StagingRung
+from relax_tq_rdma.accounting.records import FieldFlow, FieldStats, Flow, PoolState, Staged, StepSummary, UniqueBy
 
 
 @dataclass(slots=True)
@@ -51,6 +51,8 @@ class Step:
     stages_ns: dict[str, int] = field(default_factory=dict)
     lanes: dict[Direction, Lane] = field(default_factory=lambda: {"put": Lane(), "get": Lane()})
     raw_rows: int = 0
+    staged: dict[tuple[Direction, StagingRung], list[int]] = field(default_factory=dict)  # [values, bytes]
+    pool: PoolState | None = None
     unique_by: UniqueBy = "identity"
     last_rebuild: int | None = None
     dirty: bool = False
@@ -88,6 +90,11 @@ def summarise(step: Step) -> StepSummary:
         unique_by=step.unique_by,
         unmeasured=sum(cell.unmeasured for cell in step.cells.values()),
         raw_rows=step.raw_rows,
+        staged=tuple(
+            Staged(direction=direction, rung=rung, values=values, bytes=nbytes)
+            for (direction, rung), (values, nbytes) in step.staged.items()
+        ),
+        pool=step.pool,
         effective_s=(rebuilt - began) / 1e9 if rebuilt is not None and began is not None and rebuilt > began else None,
     )
 

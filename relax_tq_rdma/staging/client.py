@@ -132,6 +132,7 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
                 if not (isinstance(exc, StoreFault) and exc.code in MASTER_SILENT):
                     self._discard(parcels)
                 raise
+        self._staging.report()
         return [{**generation, **metas[one.position]} for one in every]
 
     def get(
@@ -180,6 +181,7 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
                 places += found
             run_all(jobs, self._staging.workers)
         results.update(unpack(places))
+        self._staging.report()
         return [results[one.position] for one in every]
 
     def clear(self, keys: list[str], custom_backend_meta: list[Meta | None] | None = None) -> None:

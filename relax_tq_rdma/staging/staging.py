@@ -98,6 +98,20 @@ class Staging:
             wanted=self._most_wanted,
         )
 
+    def report(self) -> None:
+        """Tell the accounting how the pool is; to be called after each put and get."""
+        if self._wanted:
+            now = self.counts()
+            accounting.record_pool(
+                accounting.PoolState(
+                    capacity=now.capacity,
+                    held=now.held,
+                    peak=now.peak,
+                    retired=now.retired + now.retired_regions,
+                    advised_mb=now.advised_mb,
+                )
+            )
+
     # --- put ----------------------------------------------------------------------------------------------------------
 
     def put(self, parcels: Sequence[Parcel]) -> list[Job]:
@@ -209,6 +223,8 @@ class Staging:
     def _count(self, direction: Direction, rung: StagingRung, batch: Sequence[Parcel] | Sequence[Place]) -> None:
         nbytes = sum(one.nbytes for one in batch)
         self._tally.add(direction, rung, len(batch), nbytes, missed=self._wanted and rung == "call")
+        if self._wanted:
+            accounting.record_staged(direction, rung, len(batch), nbytes)
 
 
 def _names(batch: Sequence[Place]) -> list[str]:

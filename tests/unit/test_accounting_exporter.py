@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from relax_tq_rdma.accounting import names, notes, snapshot
 from relax_tq_rdma.accounting.exporter import Endpoint, NodeCollector
 from relax_tq_rdma.accounting.ledger import Ledger
-from relax_tq_rdma.accounting.records import Batch, FieldStats
+from relax_tq_rdma.accounting.records import Batch, FieldStats, PoolState
 from relax_tq_rdma.accounting.snapshot import Snapshot, write_json
 from relax_tq_rdma.transport.process import own_id
 
@@ -39,6 +39,7 @@ def publish(folder, ledger, serial=1):
         serial=serial,
         written=1.0,
         rows=ledger.totals().to_rows(),
+        gauges=ledger.gauges(),
         backend=("MooncakeStore", "rdma", "mlx5_0", "on"),
     )
     write_json(folder / value.name, value)
@@ -56,6 +57,8 @@ def busy_ledger(fields=("mm",), size=100):
     ledger.fallback("MooncakeStore/rdma+gdr", "MooncakeStore/rdma", "gdr")
     ledger.wire("mm", "put", 40, 60, "train_0")
     ledger.left_raw("mm", 2, "train_0")
+    ledger.staged("get", "lend", 8, size)
+    ledger.pool(PoolState(capacity=1000, held=300, peak=400, retired=5))
     return ledger
 
 
@@ -90,6 +93,12 @@ def test_every_metric_comes_out_under_its_exact_name(folder):
     assert value(found, "dataplane_get_alloc_seconds_count") == 1
     assert value(found, "dataplane_fanout_seconds_sum", mode="rank0") == 0.007
     assert value(found, "dataplane_rows_raw_total", field="mm") == 2
+    assert value(found, "dataplane_staging_values_total", direction="get", rung="lend") == 8
+    assert value(found, "dataplane_staging_bytes_total", direction="get", rung="lend") == 100
+    assert value(found, "dataplane_staging_capacity_bytes") == 1000
+    assert value(found, "dataplane_staging_held_bytes") == 300
+    assert value(found, "dataplane_staging_peak_bytes") == 400
+    assert value(found, "dataplane_staging_retired_bytes") == 5
     assert value(found, "dataplane_stage_seconds_bucket", stage="encode", le="0.025") == 0
     assert value(found, "dataplane_stage_seconds_bucket", stage="encode", le="0.05") == 1
     assert value(found, "dataplane_stage_seconds_bucket", stage="encode", le="+Inf") == 1

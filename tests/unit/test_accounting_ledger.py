@@ -8,7 +8,7 @@ import pytest
 
 from relax_tq_rdma.accounting.ledger import KEEP_STEPS, Ledger
 from relax_tq_rdma.accounting.names import FIELD_LIMIT, METRICS
-from relax_tq_rdma.accounting.records import Batch, FieldStats, Totals
+from relax_tq_rdma.accounting.records import Batch, FieldStats, PoolState, Staged, Totals
 
 S = 1_000_000_000
 
@@ -351,3 +351,17 @@ def test_no_label_names_a_key_a_job_or_a_host():
 def test_totals_refuse_what_they_do_not_know(row):
     with pytest.raises(ValueError, match="metric"):
         Totals.from_rows([row])
+
+
+def test_what_the_staging_moved_is_summed_for_its_step(ledger):
+    put(ledger, "train_0")
+    ledger.staged("get", "copy", 2, 20)
+    ledger.staged("get", "copy", 1, 10)
+    put(ledger, "train_1")
+    ledger.staged("put", "call", 4, 40)
+    ledger.pool(PoolState(capacity=100, held=7, peak=9))
+    assert ledger.step("train_0").staged == (Staged(direction="get", rung="copy", values=3, bytes=30),)
+    assert ledger.step("train_0").pool is None
+    assert ledger.step("train_1").staged == (Staged(direction="put", rung="call", values=4, bytes=40),)
+    assert ledger.step("train_1").pool.held == 7
+    assert ledger.gauges()["dataplane_staging_held_bytes"] == 7

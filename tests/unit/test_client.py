@@ -7,7 +7,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,39 +18,13 @@ from transfer_queue.storage.clients import mooncake_client as upstream
 
 from relax_tq_rdma.errors import StartError, TransferError
 from relax_tq_rdma.section import KEY
-from relax_tq_rdma.staging import transfer
 from relax_tq_rdma.staging.client import DataplaneMooncakeStoreClient
 from relax_tq_rdma.staging.errors import StoreFault
 from relax_tq_rdma.transport.memory import MIB
 from tests.mooncake import backend_config
-from tests.strict_store import StrictStore, use_strict_store
+from tests.strict_store import StrictStore
 
 MakeClient = Callable[..., Any]
-
-
-@pytest.fixture
-def master() -> Iterator[str]:
-    """Something that listens, as a master does."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
-@pytest.fixture
-def make_client(monkeypatch: pytest.MonkeyPatch, master: str) -> Iterator[MakeClient]:
-    """``make(store, lazy=True)``: a client on a fake store; ``lazy``: the wheel can mount after set-up."""
-    made: list[Any] = []
-    monkeypatch.setenv("RTQ_SEGMENT_MB", "64")
-    monkeypatch.setenv("RTQ_STORE_WAIT_SECONDS", "3")
-    monkeypatch.setattr(transfer.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.05)))
-
-    def make(store: StrictStore, *, lazy: bool = True, config: dict[str, Any] | None = None) -> Any:
-        use_strict_store(monkeypatch, store, lazy=lazy)
-        made.append(DataplaneMooncakeStoreClient(config or backend_config(master)))
-        return made[-1]
-
-    yield make
-    for client in made:
-        client.close()
 
 
 def bits(tensor: torch.Tensor) -> bytes:
