@@ -54,6 +54,11 @@ DEDUP_CACHE_MB = Variable(
     "512",
     "payload that a reader keeps for deduplicated rows of later batches, in MiB",
 )
+RECYCLED_MB = Variable(
+    "RTQ_RECYCLED_MB",
+    "1024",
+    "memory of finished batches that a process keeps to build the next ones in, in MiB",
+)
 PAYLOAD_CHECKSUM = Variable(
     "RTQ_PAYLOAD_CHECKSUM", "0", "1: each normalised row carries a crc32c of its payload, which every reader checks"
 )
@@ -69,6 +74,7 @@ VARIABLES: tuple[Variable, ...] = (
     STORE_CALL_SECONDS,
     STORE_WAIT_SECONDS,
     DEDUP_CACHE_MB,
+    RECYCLED_MB,
     PAYLOAD_CHECKSUM,
 )
 

@@ -6,6 +6,7 @@
 
 from relax_tq_rdma.payload.decode import Row, decode_row, is_encoded, open_row
 from relax_tq_rdma.payload.encode import (
+    Allocator,
     ColumnPlan,
     EncodedColumn,
     PlannedRow,
@@ -18,6 +19,7 @@ from relax_tq_rdma.payload.plan import explain
 from relax_tq_rdma.payload.resolve import Resolution, StaleReferenceError, check_source, plan_resolution
 
 __all__ = [
+    "Allocator",
     "ColumnPlan",
     "EncodedColumn",
     "PlannedRow",

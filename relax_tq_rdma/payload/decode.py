@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from relax_tq_rdma.payload.build import DeviceBuilder, HostBuilder
+from relax_tq_rdma.payload.encode import Allocator, ordinary_memory
 from relax_tq_rdma.payload.format import (
     Frame,
     Header,
@@ -93,13 +94,15 @@ class Row:
         """Bytes of the row's tensors and arrays, without padding; 0 for a reference."""
         return sum(map(payload_bytes, self.frame.header.entries or ()))
 
-    def copied(self) -> Row:
-        """The same row in memory of its own, in host memory."""
+    def copied(self, allocate: Allocator = ordinary_memory) -> Row:
+        """The same row in host memory of its own."""
         memory = self._memory
-        return Row(_copied(memory) if isinstance(memory, memoryview) else memory.cpu().numpy().data, self.frame)
+        if isinstance(memory, memoryview):
+            return Row(_copied(memory, allocate), self.frame)
+        return Row(memory.cpu().numpy().data, self.frame)
 
-    def decode(self, *, copy: bool = False) -> dict[Any, Any] | None:
-        """The row's value; see ``decode_row``. Each call with ``copy`` gives independent memory."""
+    def decode(self, *, copy: bool = False, allocate: Allocator = ordinary_memory) -> dict[Any, Any] | None:
+        """The row's value; see ``decode_row``. Each call with ``copy`` gives independent memory, from ``allocate``."""
         memory, frame = self._memory, self.frame
         header = frame.header
         if header.checksum:
@@ -113,7 +116,7 @@ class Row:
         builder: HostBuilder | DeviceBuilder
         if isinstance(memory, memoryview):
             if copy or memory.readonly:
-                memory = _copied(memory)
+                memory = _copied(memory, allocate)
             builder = HostBuilder(memory, frame)
         else:
             builder = DeviceBuilder(memory.clone() if copy else memory, frame)
@@ -129,8 +132,8 @@ def _flat_view(row: memoryview) -> memoryview:
     return row if row.format == "B" and row.ndim == 1 else row.cast("B")
 
 
-def _copied(row: memoryview) -> memoryview:
-    fresh = torch.empty(len(row), dtype=torch.uint8, device="cpu")
+def _copied(row: memoryview, allocate: Allocator) -> memoryview:
+    fresh = allocate(len(row))
     source = np.frombuffer(row, np.uint8)
     if row.readonly:
         np.copyto(fresh.numpy(), source)

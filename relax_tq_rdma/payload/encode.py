@@ -186,7 +186,7 @@ def encode_column(
     offsets = [0]
     for ordinal in plan.encoded:
         offsets.append(offsets[-1] + plan.nbytes(ordinal))
-    allocate = arena_allocator if arena_allocator is not None and offsets[-1] else _ordinary_memory
+    allocate = arena_allocator if arena_allocator is not None and offsets[-1] else ordinary_memory
     arena = allocate(offsets[-1])
     out = list(rows)
     for ordinal, view in zip(plan.encoded, plan.write(plan.encoded, arena), strict=True):
@@ -208,7 +208,8 @@ def encode_rows(
     ).rows
 
 
-def _ordinary_memory(nbytes: int) -> Tensor:
+def ordinary_memory(nbytes: int) -> Tensor:
+    """A fresh 1-D uint8 CPU tensor."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 

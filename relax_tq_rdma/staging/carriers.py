@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from transfer_queue.metadata import BatchMeta
 
 from relax_tq_rdma.payload import ColumnPlan, is_encoded
@@ -24,7 +23,7 @@ class SimpleCarrier(PayloadMixin):
     """Rows in SimpleStorage: each in a dict with one tensor, all tensors views of one arena."""
 
     def _carry(self, plan: ColumnPlan) -> list[Any]:
-        arena = torch.empty(sum(map(plan.nbytes, plan.encoded)), dtype=torch.uint8)
+        arena = self._memory.take(sum(map(plan.nbytes, plan.encoded)))
         out = list(plan.rows)
         for ordinal, row in zip(plan.encoded, plan.write(plan.encoded, arena), strict=True):
             out[ordinal] = {CARRIER_KEY: row}

@@ -1,8 +1,9 @@
 """The plugin's storage managers: TransferQueue's own, counted, guarded, and loud where upstream is silent (seam T2).
 
-They take the names ``SimpleStorage`` and ``MooncakeStore`` and override public methods only, but for
+They take the names ``SimpleStorage`` and ``MooncakeStore`` and override public methods only, but for two.
 ``_notify_and_wait``: upstream turns a missing or negative answer of the controller into success, and the consumer then
-waits for rows that nobody announced (contract §13, item 8).
+waits for rows that nobody announced (contract §13, item 8). ``_merge_tensors_to_tensordict``: upstream copies every
+tensor once more (RFC F5).
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from uuid import uuid4
 
-import ray
 import zmq
+from tensordict import TensorDict
 from transfer_queue.storage.managers import base
 from transfer_queue.storage.managers.mooncake_manager import MooncakeStorageManager
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
@@ -28,6 +28,7 @@ from relax_tq_rdma.accounting import AccountingMixin
 from relax_tq_rdma.errors import TransferError
 from relax_tq_rdma.section import read_section
 from relax_tq_rdma.staging.carriers import MooncakeCarrier, SimpleCarrier
+from relax_tq_rdma.staging.columns import as_column
 from relax_tq_rdma.staging.errors import RESTART, StoreFault, where
 from relax_tq_rdma.staging.job import join_job
 from relax_tq_rdma.transport.hazards import check_same_process
@@ -154,7 +155,6 @@ class DataplaneMooncakeStorageManager(_ManagerOfJob, AccountingMixin, MooncakeCa
     """``MooncakeStorageManager`` of a job that uses the plugin; its client is the plugin's, by name."""
 
     _upstream = MooncakeStorageManager
-    _multi_threads_executor: ThreadPoolExecutor | None
 
     async def put_data(self, data: Any, metadata: Any, data_parser: Callable[[Any], Any] | None = None) -> None:
         """As above; an overwrite goes to a new generation, and the old one is removed when the new one is announced."""
@@ -177,13 +177,16 @@ class DataplaneMooncakeStorageManager(_ManagerOfJob, AccountingMixin, MooncakeCa
         if client is not None:
             client.close()
 
-    def _get_executor(self) -> ThreadPoolExecutor | None:
-        """Upstream asks Ray how many threads to use, and that starts a Ray where none runs (a DataLoader worker)."""
-        if self._multi_threads_executor is None and not ray.is_initialized():
-            threads = min(max(2, os.cpu_count() or 2), base.LIMIT_THREADS_PER_MANAGER_IN_RAY_ACTOR)
-            self._multi_threads_executor = ThreadPoolExecutor(threads, thread_name_prefix="KVStorageManager")
-        executor: ThreadPoolExecutor | None = super()._get_executor()
-        return executor
+    def _merge_tensors_to_tensordict(self, metadata: Any, values: list[Any]) -> Any:
+        """As upstream (values are field by field, sorted), but a column is a view of what was read, not a copy of it.
+
+        So it needs no threads: upstream asks Ray how many, and that starts a Ray where none runs (a DataLoader worker).
+        """
+        rows, fields = len(metadata.global_indexes), sorted(metadata.field_names)
+        if len(values) != rows * len(fields):
+            raise ValueError(f"{len(values)} values for {rows} rows of {len(fields)} fields")
+        columns = {name: as_column(values[at * rows : (at + 1) * rows]) for at, name in enumerate(fields) if rows}
+        return TensorDict(columns, batch_size=rows)
 
     def _drop(self, replaced: dict[str, Any]) -> None:
         try:

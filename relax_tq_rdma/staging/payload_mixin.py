@@ -20,6 +20,7 @@ from relax_tq_rdma.errors import TransferError
 from relax_tq_rdma.payload import ColumnPlan, Row, RowFormatError, open_row, plan_column, plan_resolution
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.staging.columns import rows_of, with_rows
+from relax_tq_rdma.staging.recycled import Recycled
 from relax_tq_rdma.staging.references import SourceCache, SourceReader, Wanted, wanted_sources
 from relax_tq_rdma.transport.memory import mebibytes
 
@@ -50,7 +51,8 @@ class PayloadMixin(ABC, _Manager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sources = SourceReader(SourceCache(mebibytes(env.DEDUP_CACHE_MB)))
+        self._memory = Recycled(keep=mebibytes(env.RECYCLED_MB))
+        self._sources = SourceReader(SourceCache(mebibytes(env.DEDUP_CACHE_MB), self._memory.take))
         self._checksum = env.switch(env.PAYLOAD_CHECKSUM)
         self._told: set[str] = set()
 
@@ -168,7 +170,7 @@ class PayloadMixin(ABC, _Manager):
         with accounting.stage("decode"):
             for position, source in sources.items():
                 with _naming_row(metadata, position):
-                    values[position] = source.decode(copy=not share)
+                    values[position] = source.decode(copy=not share, allocate=self._memory.take)
             for position, row in enumerate(opened):
                 if row is not None and position not in sources:
                     with _naming_row(metadata, position):

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from relax_tq_rdma.payload import Row, StaleReferenceError, check_source
+from relax_tq_rdma.payload import Allocator, Row, StaleReferenceError, check_source
 
 SourceId = tuple[bytes, int]
 """Put id and ordinal in that put."""
@@ -28,8 +28,8 @@ class _Kept:
 class SourceCache:
     """Sources in memory of their own, at most ``limit`` bytes; the least recently used one goes first. Thread-safe."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, allocate: Allocator) -> None:
+        self._limit, self._allocate = limit, allocate
         self._lock = threading.Lock()
         self._kept: OrderedDict[SourceId, _Kept] = OrderedDict()
         self.nbytes = 0
@@ -55,7 +55,7 @@ class SourceCache:
             known = self._kept.get(source)
         if known is not None:
             return known.row
-        copy = row.copied()
+        copy = row.copied(self._allocate)
         with self._lock:
             known = self._kept.setdefault(source, _Kept(copy, (partition, index)))
             if known.row is copy:
