@@ -47,7 +47,11 @@ class Inbox(Generic[T]):
         """Handle what lies here; to be called after each use of the lock, for what came meanwhile."""
         while self._items and self._lock.acquire(blocking=False):
             try:
-                while self._items:
-                    self._handle(self._items.popleft())
+                self.empty()
             finally:
                 self._lock.release()
+
+    def empty(self) -> None:
+        """Handle what lies here, for one who has the lock."""
+        while self._items:
+            self._handle(self._items.popleft())

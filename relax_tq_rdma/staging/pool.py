@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from relax_tq_rdma.payload.format import ALIGN, aligned
-from relax_tq_rdma.staging.errors import RESTART, StoreFault
+from relax_tq_rdma.staging.errors import StoreFault
 from relax_tq_rdma.staging.loans import Inbox, lend
 from relax_tq_rdma.staging.reserve import Borrowed, Reserve
 from relax_tq_rdma.transport.memory import shown
@@ -82,6 +82,7 @@ class Pool:
         """A contiguous 1-D uint8 tensor of ``nbytes``, for as long as any view of it lives; ``None``: not now."""
         cost = aligned(nbytes)
         with self._lock:
+            self._back.empty()
             if self._lent + cost > self.capacity - self.low_water:
                 return None
             self._lent += cost
@@ -103,10 +104,21 @@ class Pool:
         """
         self._check()
         with self.reserve.borrow(nbytes, wait) as piece:
-            if piece is None:
-                free, size = shown(self.reserve.free), shown(self.reserve.size)
-                logger.info("no staging memory of %s within %g s (%s of %s free)", shown(nbytes), wait, free, size)
+            if piece is not None:
+                yield piece
+                return
+        lent = self.lend(nbytes)  # too large for the reserve, or that is busy: then of what consumers do not hold now
+        if lent is None:
+            free, size = shown(self.reserve.free), shown(self.reserve.size)
+            logger.info("no staging memory of %s within %g s (%s of %s free)", shown(nbytes), wait, free, size)
+            yield None
+            return
+        piece = Borrowed(lent)
+        try:
             yield piece
+        finally:
+            if piece.retired:
+                self.retire(lent)
 
     def retire(self, lent: torch.Tensor) -> None:
         """Keep lent memory for the life of the process: a transfer into it failed, and may still be running."""
@@ -122,7 +134,7 @@ class Pool:
             raise StoreFault(
                 f"the staging pool is used up: {shown(self.retired)} of {shown(self.capacity)} are out of use, "
                 "because transfers that failed there may still be running",
-                RESTART,
+                "find out why they failed (see the errors before this one), then restart the job",
             )
 
     def _returned(self, cost: int) -> None:

@@ -44,6 +44,7 @@ class Recycled:
         if nbytes < SMALL_BYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
         with self._lock:
+            self._back.empty()
             block = self._reuse(nbytes)
             if block is None:
                 size = _rounded(nbytes)

@@ -33,7 +33,7 @@ from relax_tq_rdma.staging.pool import Pool
 from relax_tq_rdma.staging.recycled import Recycled
 from relax_tq_rdma.staging.regions import Overlap
 from relax_tq_rdma.staging.reserve import Borrowed
-from relax_tq_rdma.staging.transfer import Transfer, filled, retiring
+from relax_tq_rdma.staging.transfer import Transfer, about, filled, retiring
 from relax_tq_rdma.staging.values import Value
 
 LEND_BYTES = 1024 * 1024
@@ -139,7 +139,7 @@ class Staging:
 
     def _put(self, path: Path, batch: Sequence[Parcel]) -> None:
         names = [one.one.stored for one in batch]
-        with self._borrow(room_for(batch)) as piece:
+        with about(names), self._borrow(room_for(batch)) as piece:
             memory = piece.memory if piece else torch.empty(room_for(batch), dtype=torch.uint8)
             with accounting.stage("encode"):
                 views = write_all(batch, memory)
@@ -185,8 +185,9 @@ class Staging:
         return jobs + [partial(self._get, path, batch) for batch in batches]
 
     def _get_lent(self, batch: Sequence[Place]) -> None:
+        names = [place.one.stored for place in batch]
         with retiring(partial(self._retire, batch)):
-            self._transfer.fetch(*filled(_names(batch), [place.memory for place in batch]), hold=batch)
+            self._transfer.fetch(*filled(names, [place.memory for place in batch]), hold=batch)
         self._count("get", "lend", batch)
 
     def _retire(self, batch: Sequence[Place]) -> None:
@@ -196,15 +197,15 @@ class Staging:
             self._made.retire(place.lent)
 
     def _get(self, path: Path, batch: Sequence[Place]) -> None:
-        sizes = [aligned(place.nbytes) for place in batch]
-        with self._borrow(sum(sizes)) as piece:
+        names, sizes = [place.one.stored for place in batch], [aligned(place.nbytes) for place in batch]
+        with about(names), self._borrow(sum(sizes)) as piece:
             if piece is None:
-                self._transfer.read(_names(batch), [place.memory for place in batch], path)
+                self._transfer.read(names, [place.memory for place in batch], path)
             else:
                 rooms = torch.split_with_sizes(piece.memory[: sum(sizes)], sizes)
                 read = [room[: place.nbytes] for room, place in zip(rooms, batch, strict=True)]
                 with retiring(piece.retire):
-                    self._transfer.fetch(*filled(_names(batch), read), hold=piece.memory)
+                    self._transfer.fetch(*filled(names, read), hold=piece.memory)
                 for place, source in zip(batch, read, strict=True):
                     ctypes.memmove(place.memory.data_ptr(), source.data_ptr(), place.nbytes)
             self._count("get", "copy" if piece else "call", batch)
@@ -225,7 +226,3 @@ class Staging:
         self._tally.add(direction, rung, len(batch), nbytes, missed=self._wanted and rung == "call")
         if self._wanted:
             accounting.record_staged(direction, rung, len(batch), nbytes)
-
-
-def _names(batch: Sequence[Place]) -> list[str]:
-    return [place.one.stored for place in batch]
