@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -39,27 +38,8 @@ _GOODBYE_SECONDS = 3.0
 _CONNECT_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """``head`` is host and port of Ray's control service (GCS)."""
-
-    head: tuple[str, int]
-
-    @classmethod
-    def current(cls) -> Cluster:
-        import ray
-
-        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-        return cls((host.strip("[]"), int(port)))
-
-    def answers(self) -> bool:
-        """Whether Ray can be called at all: without its control service every call blocks, and after a minute Ray
-        aborts this process."""
-        return _listens(self.head)
-
-
 @contextmanager
-def embedded(cpus: int) -> Iterator[Cluster]:
+def embedded(cpus: int) -> Iterator[None]:
     """A Ray of our own on this machine with ``cpus`` logical CPUs.
 
     Its folder is removed at the end; when a running job failed it stays for its logs, until the next demo starts.
@@ -92,7 +72,7 @@ def embedded(cpus: int) -> Iterator[Cluster]:
         except Exception as exc:
             raise StartError(f"Ray did not start: {_first_line(exc)}") from None
         signals.listen()
-        yield Cluster.current()
+        yield
     except Exception as exc:
         keep = not isinstance(exc, (StartError, UsageError))
         if keep:
@@ -109,7 +89,7 @@ def embedded(cpus: int) -> Iterator[Cluster]:
 
 
 @contextmanager
-def borrowed(address: str, cpus: int) -> Iterator[Cluster]:
+def borrowed(address: str, cpus: int) -> Iterator[None]:
     """A running cluster. Only what this job creates there is ended with it.
 
     Raises:
@@ -130,7 +110,7 @@ def borrowed(address: str, cpus: int) -> Iterator[Cluster]:
                 f"TransferQueue needs {cpus} free CPUs in the Ray cluster (one for its controller, one for each "
                 f"storage unit), {free:g} are free: end other jobs or lower --num-data-storage-units"
             )
-        yield Cluster.current()
+        yield
     finally:
         with signals.ignored():
             ray.shutdown()

@@ -14,11 +14,11 @@ from typing import Any, TextIO
 
 import relax_tq_rdma
 from relax_tq_rdma.compat import HostFacts
-from relax_tq_rdma.demo.cluster import Cluster
 from relax_tq_rdma.errors import StartError
 from relax_tq_rdma.section import read_section
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.summary import PREFIX, UNTOUCHED
+from relax_tq_rdma.transport import gcs
 from relax_tq_rdma.transport.report import Decision
 
 _CONTROLLER = ("TransferQueueController", "transfer_queue")
@@ -70,17 +70,11 @@ def leave() -> None:
     tq.close()
 
 
-def close(settings: Settings, cluster: Cluster) -> None:
+def close(settings: Settings) -> None:
     """Close what :func:`start` brought up, as far as it came: client, storage, controller, and the job's master."""
     tq = sys.modules.get("transfer_queue")
-    if tq is None:
-        return
-    if not cluster.answers():
-        import ray
-
-        ray.shutdown()  # the plugin's close then knows that the actors are gone, and ends the rest
-        if settings.touches_nothing:
-            return  # upstream's close would start a new Ray to call them
+    if tq is None or (settings.touches_nothing and gcs.why_silent()):
+        return  # nothing was begun; or upstream's own close would call actors of a Ray that is gone, without an end
     tq.close()
 
 

@@ -31,11 +31,11 @@ def run_job(options: Options, settings: Settings, report: Reporter) -> JobResult
     with ExitStack() as stack:
         report.phase(f"joining Ray at {options.ray_address}" if options.ray_address else "starting a local Ray")
         cpus = 1 + options.num_data_storage_units  # TransferQueue reserves one for its controller and each unit
-        ray = stack.enter_context(
+        stack.enter_context(
             cluster.borrowed(options.ray_address, cpus) if options.ray_address else cluster.embedded(cpus)
         )
         # Registered before it exists: an interrupted start is closed too.
-        stack.callback(_undisturbed, lambda: data_system.close(settings, ray))
+        stack.callback(_undisturbed, lambda: data_system.close(settings))
         report.phase("starting TransferQueue")
         system = data_system.start(settings, host, options.samples_per_prompt)
         choice = resolve_per_rank_fetch(
@@ -45,7 +45,7 @@ def run_job(options: Options, settings: Settings, report: Reporter) -> JobResult
         report.phase(f"starting the rollout and {options.mesh.world} trainer ranks ({fetch})")
         # Not earlier: their imports would take the cores from a start that has a deadline.
         workers = Workers(options, with_plugin=not settings.touches_nothing)
-        stack.callback(_undisturbed, lambda: workers.stop(ray))
+        stack.callback(_undisturbed, workers.stop)
         workers.connect(system.config, per_rank=choice.on)
         report.phase(f"training {options.steps} steps")
         losses, steps = _train(options, workers, report)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from relax_tq_rdma.demo import model
-from relax_tq_rdma.demo.cluster import Cluster
 from relax_tq_rdma.demo.options import Options
 from relax_tq_rdma.demo.rollout import Produced, Rollout
 from relax_tq_rdma.demo.trainer import Trained, Trainer
 from relax_tq_rdma.errors import DataplaneError, TransferError
+from relax_tq_rdma.transport import gcs
 
 START_SECONDS = 180.0
 """Importing torch and transformers in every process of a busy two-core machine takes its time."""
@@ -71,12 +71,12 @@ class Workers:
         result: Produced = self._get([rollout], "a rollout")[0]
         return result
 
-    def stop(self, cluster: Cluster) -> None:
+    def stop(self) -> None:
         """End all actors. With the plugin each closes its client first, so that its storage segment is given back at
         once; one that is stuck (in a collective, say) is ended without."""
         import ray
 
-        if not cluster.answers():
+        if gcs.why_silent():
             return  # actors end with their Ray
         actors = (self._rollout, *self._trainers)
         if self._with_plugin and self._connected:

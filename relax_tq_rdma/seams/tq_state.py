@@ -68,10 +68,10 @@ def detach_controller() -> None:
     _interface()._TQ_CONTROLLER = None
 
 
-def storage_actors() -> list[Any]:
-    """Ray handles of the storage units this process has made."""
-    resources = (_interface()._TQ_STORAGE or {}).get("SimpleStorage") or {}
-    return list(resources.values())
+def forget_actors() -> None:
+    """Forget controller and storage units, because their Ray is gone: ``close`` would call them."""
+    module = _interface()
+    module._TQ_CONTROLLER = module._TQ_STORAGE = None
 
 
 def reset() -> None:

@@ -7,12 +7,10 @@ node), and in this process under a last resort that ends it: with the GIL held t
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -22,8 +20,9 @@ from relax_tq_rdma.accounting.names import VERIFY_PREFIX
 from relax_tq_rdma.errors import StartError
 from relax_tq_rdma.seams import tq_state
 from relax_tq_rdma.settings import Settings
-from relax_tq_rdma.transport import controller
+from relax_tq_rdma.transport import controller, gcs
 from relax_tq_rdma.transport.agents import Agents, Node, alive_nodes, probe_cluster
+from relax_tq_rdma.transport.bounded import Background, last_resort
 from relax_tq_rdma.transport.failures import describe
 from relax_tq_rdma.transport.master import Master
 from relax_tq_rdma.transport.native import PeerRequest, Ring, metadata_url
@@ -33,9 +32,6 @@ from relax_tq_rdma.transport.report import Decision, NodeReport
 from relax_tq_rdma.transport.verdict import judge_ring
 
 logger = logging.getLogger(__name__)
-
-_LAST_RESORT_SECONDS = 3.0
-"""How long after its limit a call that holds the GIL is ended together with this process; before the caller's 5 s."""
 
 _UNWIND_SECONDS = 2.0
 _LOOK_SECONDS = 5.0
@@ -67,7 +63,7 @@ class RayPort:
         self._reports: dict[str, NodeReport] = {}
         self._agents: Agents | None = None
         self._master: Master | None = None
-        self._initialising: _Background | None = None
+        self._initialising: Background | None = None
         self._storage_before: set[str] = set()
 
     def __enter__(self) -> RayPort:
@@ -144,9 +140,9 @@ class RayPort:
             return Problem(reason="an earlier transfer_queue.init of this process still blocks: start a new process")
         self._storage_before = controller.own_named_actors()
         native = conf["backend"]["storage_backend"] == "MooncakeStore"
-        with _last_resort(limit) if native else contextlib.nullcontext():
+        with last_resort(limit) if native else contextlib.nullcontext():
             # Armed before the call begins: once it has the GIL, nothing of this process runs any more.
-            run = self._initialising = _Background(lambda: self._init(conf), "transfer-queue-init")
+            run = self._initialising = Background(lambda: self._init(conf), "transfer-queue-init")
             if not run.wait(limit):
                 short = controller.shortage()
                 self._unblock_init(_UNWIND_SECONDS)
@@ -168,6 +164,21 @@ class RayPort:
         return self._verify_ring(decision, master, ends - time.monotonic())
 
     def clean(self, limit: float) -> Problem | None:
+        silent = gcs.why_silent()
+        if silent:
+            return self._clean_without_ray(silent, limit)
+        # Ray may also fall silent on the way, and its calls have no deadline.
+        cleaning = Background(lambda: self._clean(limit), "transfer-queue-clean")
+        if not cleaning.wait(limit + _UNWIND_SECONDS):
+            return Problem(reason=f"Ray did not answer within {limit:.0f} s")
+        if cleaning.error is not None:
+            raise cleaning.error
+        problem: Problem | None = cleaning.result
+        return problem
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _clean(self, limit: float) -> Problem | None:
         ends = time.monotonic() + limit
         if not self._unblock_init(min(_UNWIND_SECONDS, limit / 2)):
             return Problem(reason="transfer_queue.init of this process still blocks in native code: end this process")
@@ -175,8 +186,8 @@ class RayPort:
         foreign = controller.look(min(0.5, limit / 4), self._job).state is Controller.FOREIGN
         if foreign:
             tq_state.detach_controller()
-        with _last_resort(limit):
-            closing = _Background(self._close_all, "transfer-queue-close")
+        with last_resort(limit):
+            closing = Background(self._close_all, "transfer-queue-close")
             closed = closing.wait(max(0.5, ends - time.monotonic() - 1.0))
         left = max(0.5, ends - time.monotonic())
         problem = None if foreign else controller.kill(left)
@@ -187,7 +198,14 @@ class RayPort:
         tq_state.reset()
         return problem
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    def _clean_without_ray(self, why: str, limit: float) -> Problem:
+        """Close this process's own client. The actors cannot be called any more; they end with their Ray."""
+        tq_state.forget_actors()
+        with last_resort(limit):
+            closed = Background(self._close_all, "transfer-queue-close").wait(limit)
+        tq_state.reset()
+        left = "" if closed else f", and transfer_queue.close did not finish within {limit:.0f} s"
+        return Problem(reason=f"Ray's control service is gone ({why}): TransferQueue's actors end with it{left}")
 
     def _ensure_agents(self) -> Agents:
         if self._agents is None:
@@ -251,7 +269,7 @@ class RayPort:
         return problems
 
     def _verify_round_trip(self, ends: float) -> list[Problem]:
-        trip = _Background(lambda: tq_state.round_trip(f"{VERIFY_PREFIX}{self._job}", ends), "transfer-queue-verify")
+        trip = Background(lambda: tq_state.round_trip(f"{VERIFY_PREFIX}{self._job}", ends), "transfer-queue-verify")
         if not trip.wait(max(0.1, ends - time.monotonic())):
             reason = "a put and get through TransferQueue did not come back in time"
         elif trip.error is not None:
@@ -297,49 +315,10 @@ class RayPort:
     def _close_all(self) -> None:
         # A store whose master does not answer blocks in close, holding the GIL (10 s when it is dead, more when it is
         # frozen). There is nothing to hand back to such a master: the client is left to the end of the process.
-        asked = _Background(tq_state.store_answers, "mooncake-alive")
+        asked = Background(tq_state.store_answers, "mooncake-alive")
         if not asked.wait(_LOOK_SECONDS / 5) or not asked.result:
             tq_state.abandon_store()
         # TransferQueue's close first: it still needs the store, and leaves the storage client with its segment open.
         client = tq_state.storage_client()
         self._close()
         tq_state.close_storage_client(client)
-
-
-class _Background:
-    """One call in a daemon thread: whoever waits can stop waiting."""
-
-    def __init__(self, call: Callable[[], Any], name: str) -> None:
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self._call = call
-        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
-        self._thread.start()
-
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive()
-
-    def wait(self, limit: float) -> bool:
-        """Whether the call has ended, within ``limit`` seconds."""
-        self._thread.join(max(0.0, limit))
-        return not self.running
-
-    def _run(self) -> None:
-        try:
-            self.result = self._call()
-        except BaseException as exc:
-            self.error = exc
-
-
-@contextlib.contextmanager
-def _last_resort(limit: float) -> Iterator[None]:
-    """End this process, with the stacks on stderr, when a native call keeps the GIL far beyond the limit.
-
-    Only a native thread can do that. The job-owned master and all actors of the job end with the process.
-    """
-    faulthandler.dump_traceback_later(limit + _LAST_RESORT_SECONDS, exit=True, file=2)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()

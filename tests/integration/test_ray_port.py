@@ -1,6 +1,7 @@
 """The effects of the start path on a real Ray, TransferQueue and Mooncake (RFC F10; FC-12, FC-13, FC-16)."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import textwrap
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import ray
 from omegaconf import OmegaConf
@@ -281,6 +283,58 @@ def test_a_native_call_that_keeps_the_gil_ends_the_process_in_time(cluster):
     assert time.monotonic() - since < 2 + 5
     assert process.returncode == 1
     assert "transfer-queue-init" in stderr or "Thread" in stderr
+
+
+GONE = """
+import json, os, signal, sys, time
+
+import ray
+from relax_tq_rdma.settings import Settings
+from relax_tq_rdma.transport.machine import Phase, State
+from relax_tq_rdma.transport.ray_port import RayPort
+from relax_tq_rdma.transport.report import Decision
+from relax_tq_rdma.transport.start import Started, close_job
+import transfer_queue as tq
+
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+settings = Settings(storage_backend="mooncake", mooncake_auto_init="job-owned")
+port = RayPort(settings, "gone", tq.init, lambda: print("closed", flush=True))
+port.nodes()
+assert isinstance(port.start_master(30.0), str)
+print(port._master.pid, flush=True)
+service = ray._private.worker._global_node.all_processes["gcs_server"][0].process
+service.send_signal(getattr(signal, sys.argv[1]))
+if sys.argv[1] == "SIGKILL":
+    service.wait(10)
+decision = Decision(backend="MooncakeStore", protocol="tcp")
+open_job = State(settings, phase=Phase.READY, decision=decision, master_open=True, init_open=True)
+since = time.monotonic()
+left = close_job(Started(None, decision, None, None, "", "", open_job), port, limit=6.0)
+print(json.dumps({"left": left, "seconds": time.monotonic() - since}), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "seconds"),
+    [("SIGKILL", "Ray's control service is gone (", 4), ("SIGSTOP", "Ray did not answer within", 8)],
+    ids=["dead", "frozen"],
+)
+def test_a_job_whose_ray_is_gone_closes_in_time_and_takes_its_master_along(number, said, seconds):
+    """Ray's calls then have no end, and after a minute Ray aborts the process."""
+    command = [sys.executable, "-c", GONE, number]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        master = psutil.Process(int(driver.stdout.readline()))
+        lines = driver.communicate(timeout=60)[0].splitlines()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
+    answer = json.loads(lines[-1])
+    assert said in answer["left"]
+    assert answer["seconds"] < seconds + 3
+    assert ("closed" in lines) == (number == "SIGKILL")  # this process's own client is still closed
+    assert not master.is_running() or master.status() == psutil.STATUS_ZOMBIE
 
 
 # --- a healthy stranger -----------------------------------------------------------------------------------------------

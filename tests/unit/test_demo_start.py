@@ -21,7 +21,7 @@ def events(monkeypatch):
     def ray(cpus):
         seen.append("ray up")
         try:
-            yield SimpleNamespace()
+            yield
         finally:
             seen.append("ray down")
 
@@ -36,7 +36,7 @@ def events(monkeypatch):
         def connect(self, tq_config, per_rank):
             seen.append("actors connected")
 
-        def stop(self, cluster):
+        def stop(self):
             seen.append("actors down")
 
     def train(options, workers, report):
@@ -45,7 +45,7 @@ def events(monkeypatch):
 
     monkeypatch.setattr(job.cluster, "embedded", ray)
     monkeypatch.setattr(job.data_system, "start", start)
-    monkeypatch.setattr(job.data_system, "close", lambda settings, cluster: seen.append("data system down"))
+    monkeypatch.setattr(job.data_system, "close", lambda settings: seen.append("data system down"))
     monkeypatch.setattr(job, "Workers", Workers)
     monkeypatch.setattr(job, "_train", train)
     return seen
