@@ -4,7 +4,7 @@
 ``docs/reference/row-format.md``.
 """
 
-from relax_tq_rdma.payload.decode import Row, decode_row, is_encoded, open_row
+from relax_tq_rdma.payload.decode import Row, decode_row, is_encoded, open_pieces, open_row
 from relax_tq_rdma.payload.encode import (
     Allocator,
     ColumnPlan,
@@ -33,6 +33,7 @@ __all__ = [
     "encode_rows",
     "explain",
     "is_encoded",
+    "open_pieces",
     "open_row",
     "plan_column",
     "plan_resolution",

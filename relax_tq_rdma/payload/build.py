@@ -7,7 +7,9 @@ A built tensor or array is a view of the row's memory and keeps it alive, yet it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -130,25 +132,36 @@ _BUILD: dict[type, Callable[[_Builder, Any], Any]] = {
 
 
 class HostBuilder(_Builder):
-    """Values over host memory."""
+    """Values over host memory: a row in one view, or in several that follow one another."""
 
-    __slots__ = ("_view",)
+    __slots__ = ("_starts", "_views")
 
-    def __init__(self, view: memoryview, frame: Frame) -> None:
+    def __init__(self, views: Sequence[memoryview], frame: Frame) -> None:
         super().__init__(frame)
-        self._view = view
+        self._views = views
+        self._starts = [0, *accumulate(map(len, views[:-1]))]
 
     def _tensor_at(self, at: int, kind: TorchKind, entry: TensorEntry) -> Tensor:
         dtype, itemsize, twin = kind
+        view, at = self._locate(at, entry)
         if twin is not None:  # half the cost of frombuffer for a shape of several dimensions
-            return torch.from_numpy(np.ndarray(entry.shape, twin, self._view, at))
-        flat = torch.frombuffer(self._view, dtype=dtype, count=entry.nbytes // itemsize, offset=at)
+            return torch.from_numpy(np.ndarray(entry.shape, twin, view, at))
+        flat = torch.frombuffer(view, dtype=dtype, count=entry.nbytes // itemsize, offset=at)
         # to as many elements, so it sets the shape only; a view would hold on to a base tensor
         return flat.resize_(entry.shape)
 
     def _array_at(self, at: int, dtype: np.dtype[Any], entry: ArrayEntry) -> np.ndarray[Any, Any]:
-        array: np.ndarray[Any, Any] = np.ndarray(entry.shape, dtype, self._view, at)
+        view, at = self._locate(at, entry)
+        array: np.ndarray[Any, Any] = np.ndarray(entry.shape, dtype, view, at)
         return array
+
+    def _locate(self, at: int, entry: TensorEntry | ArrayEntry) -> tuple[memoryview, int]:
+        """The view that holds an entry's bytes, and where in it they begin."""
+        place = bisect_right(self._starts, at) - 1
+        view, at = self._views[place], at - self._starts[place]
+        if at + entry.nbytes > len(view):
+            raise RowFormatError(f"{entry.key!r}: its bytes are cut in two by the end of a piece of the row")
+        return view, at
 
 
 class DeviceBuilder(_Builder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,18 +46,25 @@ def decode_row(row: Tensor | memoryview, *, copy: bool = False) -> dict[Any, Any
 
 def open_row(row: Tensor | memoryview) -> Row:
     """Read and check a row's header; the payload is not touched. Arguments and errors as ``decode_row``."""
-    if not isinstance(row, Tensor):
-        view = _flat_view(row)
-        return Row(view, parse_frame(view, len(view)))
+    if isinstance(row, Tensor) and not row.is_cpu:
+        return Row(_checked(row), _device_frame(row))
+    return open_pieces([row])
+
+
+def open_pieces(pieces: Sequence[Tensor | memoryview]) -> Row:
+    """As :func:`open_row`, for a row in host memory that is cut into pieces (``ColumnPlan.pieces``)."""
+    views = [_checked(piece).numpy().data if isinstance(piece, Tensor) else _flat_view(piece) for piece in pieces]
+    total = sum(map(len, views))
+    return Row(views, parse_frame(views[0] if views else memoryview(b""), total))
+
+
+def _checked(row: Tensor) -> Tensor:
     if row.dtype is not torch.uint8 or row.dim() != 1 or not row.is_contiguous():
         raise RowFormatError(
             f"a row is a contiguous 1-D uint8 tensor, this is {row.dtype} of shape {tuple(row.shape)} "
             f"and strides {row.stride()}"
         )
-    if not row.is_cpu:
-        return Row(row, _device_frame(row))
-    view = row.numpy().data
-    return Row(view, parse_frame(view, len(view)))
+    return row
 
 
 def is_encoded(value: object) -> bool:
@@ -71,7 +79,7 @@ class Row:
 
     __slots__ = ("_memory", "frame")
 
-    def __init__(self, memory: memoryview | Tensor, frame: Frame) -> None:
+    def __init__(self, memory: Sequence[memoryview] | Tensor, frame: Frame) -> None:
         self._memory = memory
         self.frame = frame
 
@@ -95,11 +103,11 @@ class Row:
         return sum(map(payload_bytes, self.frame.header.entries or ()))
 
     def copied(self, allocate: Allocator = ordinary_memory) -> Row:
-        """The same row in host memory of its own."""
+        """The same row in host memory of its own, in one piece."""
         memory = self._memory
-        if isinstance(memory, memoryview):
-            return Row(_copied(memory, allocate), self.frame)
-        return Row(memory.cpu().numpy().data, self.frame)
+        return Row(
+            [memory.cpu().numpy().data] if isinstance(memory, Tensor) else [_joined(memory, allocate)], self.frame
+        )
 
     def decode(self, *, copy: bool = False, allocate: Allocator = ordinary_memory) -> dict[Any, Any] | None:
         """The row's value; see ``decode_row``. Each call with ``copy`` gives independent memory, from ``allocate``."""
@@ -114,12 +122,12 @@ class Row:
                 f"the row is a reference to global index {header.ref.index}: decode the row stored there in its place"
             )
         builder: HostBuilder | DeviceBuilder
-        if isinstance(memory, memoryview):
-            if copy or memory.readonly:
-                memory = _copied(memory, allocate)
-            builder = HostBuilder(memory, frame)
-        else:
+        if isinstance(memory, Tensor):
             builder = DeviceBuilder(memory.clone() if copy else memory, frame)
+        else:
+            if copy or any(view.readonly for view in memory):
+                memory = [_joined(memory, allocate)]
+            builder = HostBuilder(memory, frame)
         try:
             return builder.build(header.entries or [])
         except (ValueError, TypeError, RuntimeError, OverflowError) as exc:  # RecursionError is a RuntimeError
@@ -132,13 +140,17 @@ def _flat_view(row: memoryview) -> memoryview:
     return row if row.format == "B" and row.ndim == 1 else row.cast("B")
 
 
-def _copied(row: memoryview, allocate: Allocator) -> memoryview:
-    fresh = allocate(len(row))
-    source = np.frombuffer(row, np.uint8)
-    if row.readonly:
-        np.copyto(fresh.numpy(), source)
-    else:
-        fresh.copy_(torch.from_numpy(source))  # several threads; torch takes no read-only memory
+def _joined(views: Sequence[memoryview], allocate: Allocator) -> memoryview:
+    """A copy of the row's bytes in one piece."""
+    fresh = allocate(sum(map(len, views)))
+    at = 0
+    for view in views:
+        source, part = np.frombuffer(view, np.uint8), fresh[at : at + len(view)]
+        if view.readonly:
+            np.copyto(part.numpy(), source)
+        else:
+            part.copy_(torch.from_numpy(source))  # several threads; torch takes no read-only memory
+        at += len(view)
     return fresh.numpy().data
 
 
@@ -151,7 +163,10 @@ def _device_frame(row: Tensor) -> Frame:
     return parse_frame(head, total)
 
 
-def _verify(memory: memoryview | Tensor) -> None:
-    row = np.frombuffer(memory, np.uint8) if isinstance(memory, memoryview) else memory.cpu().numpy()
+def _verify(memory: Sequence[memoryview] | Tensor) -> None:
+    if isinstance(memory, Tensor):
+        row = memory.cpu().numpy()
+    else:
+        row = np.frombuffer(memory[0] if len(memory) == 1 else b"".join(memory), np.uint8)
     if payload_crc(row) != row[-4:].tobytes():
         raise RowFormatError("the row's payload is damaged: its crc32c does not match")

@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from relax_tq_rdma.payload.format import Bytes
-from relax_tq_rdma.payload.plan import Leaf, RowPlan
+from relax_tq_rdma.payload.plan import Leaf, RowPlan, leaf_bytes
 
 MIN_BYTES = 1024
 """Rows with less payload are not worth a reference: it takes 200 bytes and may cost the reader a second fetch."""
@@ -122,7 +121,7 @@ def _address(leaf: Tensor | np.ndarray[Any, Any]) -> tuple[Any, ...]:
 def _digest(leaves: list[Leaf], *, sample: bool = False) -> bytes:
     state = hashlib.blake2b(digest_size=16)
     for leaf, _, nbytes in leaves:
-        data = _flat(leaf)
+        data = leaf_bytes(leaf)
         if sample and nbytes > _SAMPLE_BLOCK * _SAMPLE_BLOCKS:
             step = (nbytes - _SAMPLE_BLOCK) / (_SAMPLE_BLOCKS - 1)
             for block in range(_SAMPLE_BLOCKS):
@@ -135,7 +134,7 @@ def _digest(leaves: list[Leaf], *, sample: bool = False) -> bytes:
 
 def _same_bytes(left: list[Leaf], right: list[Leaf]) -> bool:
     """All payload bytes equal; both have the same dtypes and shapes."""
-    return all(_equal(_flat(a), _flat(b)) for (a, _, _), (b, _, _) in zip(left, right, strict=True))
+    return all(_equal(leaf_bytes(a), leaf_bytes(b)) for (a, _, _), (b, _, _) in zip(left, right, strict=True))
 
 
 def _equal(a: Bytes, b: Bytes) -> bool:
@@ -147,13 +146,3 @@ def _equal(a: Bytes, b: Bytes) -> bool:
         if not np.array_equal(a[at:end].view(np.int64), b[at:end].view(np.int64)):
             return False
     return True
-
-
-def _flat(leaf: Tensor | np.ndarray[Any, Any]) -> Bytes:
-    """A leaf's logical bytes in C order; a view where the leaf is contiguous."""
-    if isinstance(leaf, Tensor):
-        plain = leaf.detach().resolve_conj().resolve_neg().contiguous()
-        # not reshape(-1): a contiguous tensor of one element may keep a stride that no byte view can have
-        flat: Bytes = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
-        return flat
-    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)

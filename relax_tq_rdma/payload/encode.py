@@ -21,15 +21,19 @@ from relax_tq_rdma.payload.format import (
     ALIGN,
     CHECKSUM_BLOCK,
     PUT_ID_BYTES,
+    Bytes,
     Reference,
     aligned,
     encode_frame,
     payload_crc,
 )
-from relax_tq_rdma.payload.plan import Leaf, RowPlan, Unrepresentable, plan_row
+from relax_tq_rdma.payload.plan import Leaf, RowPlan, Unrepresentable, leaf_bytes, plan_row
 
 Allocator = Callable[[int], Tensor]
 """Bytes wanted -> a contiguous 1-D CPU uint8 tensor of at least that many, e.g. over a staging lease."""
+
+PIECE_BYTES = 64 * 1024
+"""From here on a tensor is worth a message part of its own: below, copying it costs less than one more part."""
 
 _ZEROS = bytes(ALIGN)
 _SMALL = 1 << 18  # up to here one memmove beats torch's dispatch, 0.9 against 4 us for a small tensor
@@ -93,6 +97,9 @@ class ColumnPlan:
         """Ordinals of the rows that can be written, in order."""
         return list(self._frames)
 
+    def is_encoded(self, ordinal: int) -> bool:
+        return ordinal in self._frames
+
     def nbytes(self, ordinal: int) -> int:
         """Length of an encoded row in bytes, a multiple of 64."""
         frame = self._frames[ordinal]
@@ -126,9 +133,34 @@ class ColumnPlan:
                 at += nbytes
         return list(torch.split_with_sizes(writer.tensor, sizes))
 
+    def pieces(self, ordinal: int) -> list[Tensor]:
+        """A row cut so that its large tensors need not be copied: 1-D uint8 tensors whose bytes in order are the row.
+
+        The first one holds the whole header. A large tensor that is contiguous in host memory is a piece by itself, a
+        view of the caller's memory; what lies between is packed. A row with a checksum is one piece.
+        """
+        plan, frame = self._plans[ordinal], self._frames[ordinal]
+        assert plan is not None
+        if self.checksum:
+            return self.write([ordinal], ordinary_memory(self.nbytes(ordinal)))
+        pieces: list[Tensor] = []
+        packed, at = bytearray(frame.head), 0  # ``at``: of the packed bytes in the row
+        for source, offset, nbytes in plan.leaves if self.sources[ordinal] == ordinal else ():
+            begin = len(frame.head) + offset
+            packed += bytes(begin - at - len(packed))
+            if nbytes < PIECE_BYTES:
+                packed += leaf_bytes(source).data
+                continue
+            pieces += (
+                [_tensor_of(packed), _tensor_of(leaf_bytes(source))] if packed else [_tensor_of(leaf_bytes(source))]
+            )
+            packed, at = bytearray(), begin + nbytes
+        packed += bytes(self.nbytes(ordinal) - at - len(packed))
+        return [*pieces, _tensor_of(packed)] if packed else pieces
+
     def planned(self) -> list[Any]:
         """Per row a :class:`PlannedRow`, or the original object where ``reasons`` says why."""
-        return [PlannedRow(self, n) if n in self._frames else row for n, row in enumerate(self.rows)]
+        return [PlannedRow(self, n) if self.is_encoded(n) else row for n, row in enumerate(self.rows)]
 
 
 @dataclass(frozen=True)
@@ -206,6 +238,12 @@ def encode_rows(
     return encode_column(
         rows, put_id=put_id, dedup_indexes=dedup_indexes, checksum=checksum, arena_allocator=arena_allocator
     ).rows
+
+
+def _tensor_of(data: bytearray | Bytes) -> Tensor:
+    """A uint8 tensor over the data; over a copy where it cannot be written, because a tensor always can."""
+    array = np.frombuffer(data, np.uint8)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def ordinary_memory(nbytes: int) -> Tensor:

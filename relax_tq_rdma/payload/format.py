@@ -241,6 +241,8 @@ def parse_frame(head: memoryview, total: int) -> Frame:
         RowFormatError: foreign, truncated, too long, damaged, newer, or not as specified.
     """
     end = frame_nbytes(head, total)
+    if end > len(head):
+        raise RowFormatError(f"the row's header of {end} bytes is cut in two: there are {len(head)} at hand")
     covered = bytes(head[: end - _CRC.size])
     if google_crc32c.value(covered) != _CRC.unpack_from(head, end - _CRC.size)[0]:
         raise RowFormatError("the row's header is damaged: its crc32c does not match")

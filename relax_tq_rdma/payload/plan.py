@@ -17,6 +17,7 @@ from relax_tq_rdma.payload.dtypes import NUMPY_NAMES, NUMPY_SCALARS, TORCH_NAMES
 from relax_tq_rdma.payload.format import (
     MAX_HEADER_BYTES,
     ArrayEntry,
+    Bytes,
     DictEntry,
     Entry,
     Key,
@@ -83,6 +84,16 @@ def explain(row: object) -> str | None:
     except Unrepresentable as exc:
         return str(exc)
     return None
+
+
+def leaf_bytes(leaf: Tensor | np.ndarray[Any, Any]) -> Bytes:
+    """A leaf's logical bytes in C order, in host memory; a view where it lies there and is contiguous."""
+    if isinstance(leaf, Tensor):
+        plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        # not reshape(-1): a contiguous tensor of one element may keep a stride that no byte view can have
+        flat: Bytes = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+        return flat
+    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
 
 
 class _Walk:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transfer_queue.metadata import BatchMeta
 
-from relax_tq_rdma.payload import ColumnPlan, is_encoded
+from relax_tq_rdma.payload import ColumnPlan, Row, is_encoded, open_pieces, open_row
 from relax_tq_rdma.staging.columns import rows_of
 from relax_tq_rdma.staging.errors import GONE, StoreFault
 from relax_tq_rdma.staging.payload_mixin import FIELD, PayloadMixin
@@ -20,19 +20,19 @@ CARRIER_KEY = "RTQ1"
 
 
 class SimpleCarrier(PayloadMixin):
-    """Rows in SimpleStorage: each in a dict with one tensor, all tensors views of one arena."""
+    """Rows in SimpleStorage: each a dict with a list of byte tensors, the large ones over the caller's own memory."""
 
     def _carry(self, plan: ColumnPlan) -> list[Any]:
-        arena = self._memory.take(sum(map(plan.nbytes, plan.encoded)))
-        out = list(plan.rows)
-        for ordinal, row in zip(plan.encoded, plan.write(plan.encoded, arena), strict=True):
-            out[ordinal] = {CARRIER_KEY: row}
-        return out
+        return [
+            {CARRIER_KEY: plan.pieces(ordinal)} if plan.is_encoded(ordinal) else row
+            for ordinal, row in enumerate(plan.rows)
+        ]
 
-    def _memory_of(self, carrier: Any) -> Any:
+    def _row_of(self, carrier: Any) -> Row | None:
         if type(carrier) is not dict or list(carrier) != [CARRIER_KEY]:
             return None
-        return carrier[CARRIER_KEY] if is_encoded(carrier[CARRIER_KEY]) else None
+        pieces = carrier[CARRIER_KEY]
+        return open_pieces(pieces) if type(pieces) is list and pieces and is_encoded(pieces[0]) else None
 
     async def _fetch(self, wanted: Sequence[Wanted], metadata: Any) -> list[Any]:
         where = {want.index: want.partition for want in wanted}
@@ -55,8 +55,8 @@ class MooncakeCarrier(PayloadMixin):
     def _carry(self, plan: ColumnPlan) -> list[Any]:
         return plan.planned()
 
-    def _memory_of(self, carrier: Any) -> Any:
-        return carrier.memory if isinstance(carrier, EncodedRow) else None
+    def _row_of(self, carrier: Any) -> Row | None:
+        return open_row(carrier.memory) if isinstance(carrier, EncodedRow) else None
 
     async def _fetch(self, wanted: Sequence[Wanted], metadata: Any) -> list[Any]:
         keys, metas = [], []

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from relax_tq_rdma import accounting, env
 from relax_tq_rdma.errors import TransferError
-from relax_tq_rdma.payload import ColumnPlan, Row, RowFormatError, open_row, plan_column, plan_resolution
+from relax_tq_rdma.payload import ColumnPlan, Row, RowFormatError, plan_column, plan_resolution
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.staging.columns import rows_of, with_rows
 from relax_tq_rdma.staging.recycled import Recycled
@@ -119,8 +119,7 @@ class PayloadMixin(ABC, _Manager):
         opened: list[Row | None] = []
         for position, row in enumerate(rows):
             with _naming_row(metadata, position):
-                memory = self._memory_of(row)
-                opened.append(None if memory is None else open_row(memory))
+                opened.append(self._row_of(row))
         return opened
 
     async def _resolve(self, rows: Sequence[Row | None], metadata: Any) -> dict[int, Row]:
@@ -158,8 +157,7 @@ class PayloadMixin(ABC, _Manager):
             self._sources.cache.keep(source, row, metadata.partition_ids[at], metadata.global_indexes[at])
 
     async def _fetch_rows(self, metadata: Any, wanted: Sequence[Wanted]) -> list[Row | None]:
-        memories = [self._memory_of(carrier) for carrier in await self._fetch(wanted, metadata)]
-        return [None if memory is None else open_row(memory) for memory in memories]
+        return [self._row_of(carrier) for carrier in await self._fetch(wanted, metadata)]
 
     def _decode(
         self, rows: list[Any], opened: Sequence[Row | None], sources: Mapping[int, Row], metadata: Any
@@ -184,8 +182,8 @@ class PayloadMixin(ABC, _Manager):
         """Per row what the backend shall store: an encoded row's carrier, or the raw row."""
 
     @abstractmethod
-    def _memory_of(self, carrier: Any) -> Any:
-        """The bytes of an encoded row as the backend gave it back; ``None`` for a raw row."""
+    def _row_of(self, carrier: Any) -> Row | None:
+        """An encoded row as the backend gave it back; ``None`` for a raw one."""
 
     @abstractmethod
     async def _fetch(self, wanted: Sequence[Wanted], metadata: Any) -> list[Any]:

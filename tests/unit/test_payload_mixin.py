@@ -23,7 +23,8 @@ from transfer_queue.utils import serial_utils
 from relax_tq_rdma import accounting
 from relax_tq_rdma.accounting import SlowPathError, assert_fast_path
 from relax_tq_rdma.errors import TransferError
-from relax_tq_rdma.payload import StaleReferenceError
+from relax_tq_rdma.payload import StaleReferenceError, explain
+from relax_tq_rdma.payload.encode import PIECE_BYTES
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.staging.carriers import CARRIER_KEY, SimpleCarrier
 from relax_tq_rdma.staging.payload_mixin import FIELD
@@ -130,13 +131,15 @@ def test_every_kind_of_row_comes_back_as_it_went_in() -> None:
     assert wrong == []
 
 
-def test_rows_are_carried_as_one_tensor_each_and_the_column_keeps_name_and_schema() -> None:
+def test_rows_are_carried_as_bytes_and_the_column_keeps_name_and_schema() -> None:
     unit = Unit()
-    put(Manager(unit), [picture(1), None, {}])
+    values = [picture(1), None, {}, {"pixel_values": torch.rand(PIECE_BYTES), "grid": torch.ones(1)}]
+    put(Manager(unit), values)
     assert list(unit.data.field_data) == [FIELD]
-    for row in unit.data.field_data[FIELD].values():
-        assert list(row) == [CARRIER_KEY]
-        assert row[CARRIER_KEY].dtype is torch.uint8
+    carried = list(unit.data.field_data[FIELD].values())
+    assert [list(row) for row in carried] == [[CARRIER_KEY]] * 4
+    assert [len(row[CARRIER_KEY]) for row in carried] == [1, 1, 1, 3]  # a large tensor is a piece by itself
+    assert {piece.dtype for row in carried for piece in row[CARRIER_KEY]} == {torch.uint8}
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
@@ -207,7 +210,7 @@ def test_a_damaged_row_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     unit = Unit()
     manager = Manager(unit)
     put(manager, [picture(1), picture(2)], [7, 8])
-    unit.data.field_data[FIELD][8][CARRIER_KEY][20] ^= 1
+    unit.data.field_data[FIELD][8][CARRIER_KEY][0][20] ^= 1
     with pytest.raises(TransferError, match=r"field multimodal_train_inputs of partition train_1, row 8 .*crc32c"):
         get(manager, [7, 8])
 
@@ -218,14 +221,14 @@ def test_the_payload_checksum_is_an_option_and_finds_a_flipped_bit(monkeypatch: 
     manager = Manager(unit)
     put(manager, [picture(1)])
     assert same(get(manager, [0]), [picture(1)])
-    row = unit.data.field_data[FIELD][0][CARRIER_KEY]
+    (row,) = unit.data.field_data[FIELD][0][CARRIER_KEY]
     row[len(row) // 2] ^= 1
     with pytest.raises(TransferError, match="payload is damaged"):
         get(manager, [0])
 
 
 @settings(max_examples=EXAMPLES // 4, deadline=None)
-@given(st.lists(rows(), min_size=1, max_size=5), st.booleans(), st.randoms())
+@given(st.lists(rows().filter(lambda row: explain(row) is None), min_size=1, max_size=5), st.booleans(), st.randoms())
 def test_any_batch_survives_in_any_order(values: list[Any], dedup: bool, random: Any) -> None:
     manager = Manager(Unit(), dedup_multimodal=dedup)
     put(manager, [*values, *copy.deepcopy(values)])
