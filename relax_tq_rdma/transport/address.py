@@ -9,11 +9,15 @@ import ipaddress
 import re
 import socket
 import threading
+import time
 from dataclasses import dataclass
+from typing import Any
 
 from relax_tq_rdma.errors import UsageError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_LIMITED_BROADCAST = ipaddress.IPv4Address("255.255.255.255")
 
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
@@ -126,15 +130,31 @@ def resolve(host: str, limit: float) -> tuple[Address, ...]:
 
 
 def dial(endpoint: HostPort, limit: float) -> str:
-    """Why nothing answers at ``endpoint``; empty when a TCP connection opens within ``limit`` seconds."""
+    """Why nothing answers at ``endpoint``; empty when a TCP connection opens within ``limit`` seconds.
+
+    A name may have several addresses, of which a service often listens on one: they are tried in turn, each for its
+    share of the time that is left.
+    """
+    ends = time.monotonic() + limit
     try:
         targets = resolve(endpoint.host, limit)
-        with socket.create_connection((str(targets[0]), endpoint.port), timeout=limit):
-            return ""
-    except TimeoutError:
-        return f"{endpoint} does not answer within {limit:g} s"
     except OSError as exc:
-        return f"{endpoint}: {(exc.strerror or str(exc)).lower()}"
+        return _why(endpoint, exc, limit)
+    failures = []
+    for tried, target in enumerate(targets):
+        share = max(0.1, (ends - time.monotonic()) / (len(targets) - tried))
+        try:
+            socket.create_connection((str(target), endpoint.port), timeout=share).close()
+            return ""
+        except OSError as exc:
+            failures.append(_why(endpoint, exc, limit))
+    return failures[0]
+
+
+def _why(endpoint: HostPort, exc: OSError, limit: float) -> str:
+    if isinstance(exc, TimeoutError):
+        return f"{endpoint} does not answer within {limit:g} s"
+    return f"{endpoint}: {(exc.strerror or str(exc)).lower()}"
 
 
 def own_address() -> str:
@@ -175,7 +195,7 @@ def judge_announce(host: str, *, hosts: int, limit: float) -> Judgement:
         return Judgement(problem=f"{host} does not resolve ({exc.strerror or exc})")
     for address in addresses:
         shown = host if literal(host) else f"{host} ({address})"
-        if address.is_unspecified or address.is_multicast:
+        if address.is_unspecified or address.is_multicast or address in _broadcasts():
             return Judgement(problem=f"{shown} is not the address of a machine")
         if hosts > 1 and (address.is_loopback or is_loopback(host)):
             return Judgement(problem=f"{shown} is loopback: no other node can reach it")
@@ -195,21 +215,32 @@ def _local_doubt(addresses: list[Address]) -> str:
     return f"{addresses[0]} belongs to {bridge}, a container bridge that every host has" if bridge else ""
 
 
-def _interfaces() -> dict[Address, str]:
-    import psutil
+def _broadcasts() -> set[Address]:
+    """Addresses of everybody at once: the limited one, and those of the networks this machine is in."""
+    known = (literal(entry.broadcast or "") for entries in _net_if_addrs().values() for entry in entries)
+    # An interface whose network is a single address names that one here too.
+    return ({address for address in known if address is not None} - _interfaces().keys()) | {_LIMITED_BROADCAST}
 
+
+def _interfaces() -> dict[Address, str]:
     found: dict[Address, str] = {}
-    try:
-        table = psutil.net_if_addrs()
-    except OSError:  # a sandbox may forbid the question: then nothing is doubted
-        return found
-    for name, entries in table.items():
+    for name, entries in _net_if_addrs().items():
         for entry in entries:
             if entry.family in (socket.AF_INET, socket.AF_INET6):
                 address = literal(entry.address.split("%")[0])
                 if address is not None:
                     found[address] = name
     return found
+
+
+def _net_if_addrs() -> dict[str, list[Any]]:
+    import psutil
+
+    try:
+        table: dict[str, list[Any]] = psutil.net_if_addrs()
+    except OSError:  # a sandbox may forbid the question: then nothing is doubted
+        return {}
+    return table
 
 
 def _plain(address: Address) -> Address:

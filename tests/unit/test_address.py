@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +103,8 @@ def test_resolving_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         ("0.0.0.0", "not the address of a machine"),
         ("::", "not the address of a machine"),
         ("224.0.0.9", "not the address of a machine"),
+        ("255.255.255.255", "not the address of a machine"),
+        ("::ffff:255.255.255.255", "not the address of a machine"),
         ("no-such-host.invalid", "does not resolve"),
         ("not a host", "not a host name"),
         ("10.1", "not a host name"),
@@ -120,6 +124,30 @@ def test_own_address_is_fine_unless_it_is_loopback() -> None:
     assert address.literal(own) is not None
     judged = address.judge_announce(own, hosts=2, limit=10)
     assert (judged.problem == "") == (not address.is_loopback(own))
+
+
+def test_the_broadcast_address_of_an_own_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    lan = SimpleNamespace(family=socket.AF_INET, address="10.1.0.7", broadcast="10.1.255.255")
+    alone = SimpleNamespace(family=socket.AF_INET, address="10.2.0.7", broadcast="10.2.0.7")  # a /32
+    loopback = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1", broadcast=None)
+    monkeypatch.setattr(address, "_net_if_addrs", lambda: {"eth0": [lan], "eth1": [alone], "lo": [loopback]})
+    said = address.judge_announce("10.1.255.255", hosts=1, limit=1).problem
+    assert said == "10.1.255.255 is not the address of a machine"
+    for host in ("10.1.0.7", "10.2.0.7"):
+        assert address.judge_announce(host, hosts=2, limit=1) == address.Judgement()
+
+
+@pytest.mark.parametrize("dead", ["127.0.0.2", "192.0.2.1"], ids=["refuses", "is silent"])
+def test_every_address_of_a_name_is_dialled(monkeypatch: pytest.MonkeyPatch, dead: str) -> None:
+    both = (ipaddress.ip_address(dead), ipaddress.ip_address("127.0.0.1"))
+    monkeypatch.setattr(address, "resolve", lambda host, limit: both)
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = HostPort("two-addresses", server.getsockname()[1])
+        assert address.dial(endpoint, 1.0) == ""
+    said = address.dial(endpoint, 1.0)
+    assert said.startswith(f"two-addresses:{endpoint.port}")
+    assert time.monotonic() - began < 3
 
 
 def test_doubts(monkeypatch: pytest.MonkeyPatch) -> None:
