@@ -1,4 +1,4 @@
-"""Entry of ``relax-tq-rdma doctor``. Exit codes: 0 the job would start, 1 it would not, 2 wrong usage."""
+"""Entry of ``relax-tq-rdma doctor``. Exit codes are the job's own: 0 it would start, 1 it would not, 2 wrong flags."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
             print(json.dumps(to_json(diagnosis), indent=2))
         else:
             render(diagnosis)
-    return 0 if diagnosis.ok else 1
+    return diagnosis.exit_code
 
 
 @contextmanager

@@ -67,6 +67,11 @@ class Diagnosis:
         return self.decision is not None
 
     @property
+    def exit_code(self) -> int:
+        """As the job's own: 2 for flags that cannot go together, 1 for what was found out about the nodes."""
+        return 0 if self.ok else 2 if self.rejects else 1
+
+    @property
     def refusal(self) -> str:
         """Why the job would not start; empty when it would."""
         reasons = [finding.text for finding in self.rejects] or [seam.text for seam in self.seams if not seam.ok]

@@ -41,7 +41,7 @@ def _explain(console: Console) -> None:
     console.print(Text("environment variables (internals, not flags)", style="bold"))
     for variable in VARIABLES:
         console.print()
-        console.print(Text.assemble((variable.name, "bold"), f"  [default {variable.default or 'none'}]"))
+        console.print(Text.assemble((variable.name, "bold"), f"  [default {variable.default or variable.otherwise}]"))
         _indented(console, variable.meaning)
 
 

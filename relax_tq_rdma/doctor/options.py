@@ -17,8 +17,8 @@ from relax_tq_rdma.settings import Settings
 
 DESCRIPTION = """\
 Look at this node (or, with --cluster, at every node of the Ray cluster) and say what a job with the given flags would
-decide and why. Starts nothing that outlives the command. Exit code: 0 the job would start (a degradation is shown),
-1 it would not, 2 wrong usage."""
+decide and why. Starts nothing that outlives the command. Exit code, as the job's own: 0 it would start (a degradation
+is shown), 1 it would not, 2 wrong flags, or flags that cannot go together."""
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,9 @@ def test_a_job_without_mooncake_shows_what_the_node_could_do(
 
 
 def test_flags_that_contradict_one_another_do_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, as the job's."""
     code, out = data(capsys, healthy(tmp_path).root, "--tq-transport", "rdma")
-    assert (code, out["ok"], out["decision"]["backend"]) == (1, False, None)
+    assert (code, out["ok"], out["decision"]["backend"]) == (2, False, None)
     assert "--tq-transport rdma" in out["refusal"]
     assert [m["verdict"] for m in out["matrix"]] == ["reject"]
     run(["--root", str(tmp_path), "--tq-transport", "rdma"])
