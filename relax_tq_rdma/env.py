@@ -14,11 +14,15 @@ from relax_tq_rdma.errors import UsageError
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable. ``read()`` returns its text, or the default when unset or empty."""
+    """One variable. ``read()`` returns its text, or the default when unset or empty.
+
+    ``otherwise``: what is done where there is neither text nor a default, when the meaning does not say it.
+    """
 
     name: str
     default: str
     meaning: str
+    otherwise: str = "none"
 
     def read(self) -> str:
         return os.environ.get(self.name) or self.default
@@ -28,7 +32,12 @@ SYSTEM_ROOT = Variable("RTQ_SYSTEM_ROOT", "/", "root of the /sys, /proc and /dev
 LOCAL_HOSTNAME = Variable(
     "RTQ_LOCAL_HOSTNAME", "", "address this node announces to its peers; empty: Ray's node address"
 )
-RUN_DIR = Variable("RTQ_RUN_DIR", "", "folder of run state (master records, port leases, metric snapshots)")
+RUN_DIR = Variable(
+    "RTQ_RUN_DIR",
+    "",
+    "folder of run state (master records, port leases, metric snapshots)",
+    otherwise="relax-tq-rdma-UID in $XDG_RUNTIME_DIR, else in the folder for temporary files",
+)
 SEGMENT_MB = Variable("RTQ_SEGMENT_MB", "4096", "Mooncake segment of a process that puts payload, in MiB")
 LOCAL_BUFFER_MB = Variable("RTQ_LOCAL_BUFFER_MB", "256", "Mooncake local buffer of each client process, in MiB")
 METRICS_PORT = Variable(

@@ -48,7 +48,7 @@ def compatibility_page() -> str:
 
 def environment_page() -> str:
     """Markdown table of the ``RTQ_*`` variables."""
-    rows = [(f"`{v.name}`", f"`{v.default}`" if v.default else "none", v.meaning) for v in VARIABLES]
+    rows = [(f"`{v.name}`", f"`{v.default}`" if v.default else v.otherwise, v.meaning) for v in VARIABLES]
     return f"{_HEAD}# Environment variables\n\n" + _table(("variable", "default", "meaning"), rows)
 
 

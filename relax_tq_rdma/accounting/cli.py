@@ -25,7 +25,10 @@ def run(argv: list[str]) -> int:
         UsageError: a wrong argument.
         DataplaneError: no job of this node has published anything.
     """
-    parser = _Parser(prog="relax-tq-rdma metrics", description=__doc__)
+    parser = _Parser(
+        prog="relax-tq-rdma metrics",
+        description="Show the byte and stage totals of a job on this node, from what its processes have published.",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--job", default="", help="token of the job; default: the one that published last")
     args = parser.parse_args(argv)

@@ -89,6 +89,15 @@ def test_nothing_published_is_one_sentence_with_a_way_out(run_dir, argv):
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_the_help_is_for_people(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.run(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert "Show the byte and stage totals of a job on this node" in text
+    assert "`" not in text
+
+
 def test_a_wrong_argument_is_a_usage_error(run_dir):
     with pytest.raises(UsageError):
         cli.run(["--nonsense"])

@@ -20,3 +20,7 @@ def test_main_writes_all_pages_and_checks_its_usage(tmp_path):
     assert main([str(tmp_path / "new")]) == 0
     assert {p.name for p in (tmp_path / "new").iterdir()} == set(PAGES)
     assert main([]) == 2
+
+
+def test_a_default_that_is_worked_out_is_told():
+    assert "| `RTQ_RUN_DIR` | relax-tq-rdma-UID in $XDG_RUNTIME_DIR, else" in PAGES["environment.md"]()
