@@ -311,8 +311,6 @@ RULES: tuple[Rule, ...] = (
 
 NOT_BUILT: tuple[tuple[str, str, Callable[[Settings], bool]], ...] = (
     ("--rollout-group-share-processor", "L3a", lambda s: s.group_share_processor),
-    ("--tq-host-staging", "L5", lambda s: s.host_staging),
-    ("--tq-batch-bytes-budget", "L5", lambda s: s.batch_bytes_budget > 0),
 )
 """Layers whose flags exist but which this version cannot switch on. Accepting them in silence would be a lie."""
 
