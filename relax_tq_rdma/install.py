@@ -13,13 +13,14 @@ from relax_tq_rdma import compat
 from relax_tq_rdma.compat import HostFacts
 from relax_tq_rdma.errors import StartError, UsageError
 from relax_tq_rdma.settings import Settings
-from relax_tq_rdma.summary import PREFIX, start_line
+from relax_tq_rdma.summary import PREFIX, UNTOUCHED, start_line
 from relax_tq_rdma.transport.hazards import quiet_native_log
 
 if TYPE_CHECKING:
     from relax_tq_rdma.seams.on_import import AfterImport
     from relax_tq_rdma.seams.tq_init import TqInit
     from relax_tq_rdma.seams.tq_registry import TqRegistry
+    from relax_tq_rdma.transport.report import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,29 @@ def install(settings: Settings | argparse.Namespace | None = None, *, host: Host
             _installed = _Installed(settings)
         else:
             _installed = _ready_as_driver(settings)
+
+
+def current_decision() -> Decision | None:
+    """What the job of this process runs on, once ``transfer_queue.init`` has returned: the same in driver and workers.
+
+    ``None`` before that, after ``transfer_queue.close``, and in a worker whose job does not use the plugin.
+    """
+    installed = _installed
+    if installed is None:
+        return None
+    if installed.settings is not None and installed.settings.touches_nothing:
+        return UNTOUCHED
+    return installed.init.decision if installed.init is not None else None
+
+
+def current_start_line() -> str:
+    """The start line (``docs/reference/start-line.md``) as this driver printed it; empty before, and in a worker."""
+    installed = _installed
+    if installed is None or installed.settings is None:
+        return ""
+    if installed.settings.touches_nothing:
+        return start_line(installed.settings)
+    return installed.init.start_line if installed.init is not None else ""
 
 
 def uninstall() -> None:

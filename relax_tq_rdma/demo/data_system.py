@@ -6,18 +6,14 @@ and no ``storage_backend`` key. With no flag of the plugin set, ``install`` only
 
 from __future__ import annotations
 
-import contextlib
-import io
 import sys
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import relax_tq_rdma
 from relax_tq_rdma.compat import HostFacts
 from relax_tq_rdma.errors import StartError
-from relax_tq_rdma.section import read_section
 from relax_tq_rdma.settings import Settings
-from relax_tq_rdma.summary import PREFIX, UNTOUCHED
 from relax_tq_rdma.transport import gcs
 from relax_tq_rdma.transport.report import Decision
 
@@ -26,7 +22,7 @@ _CONTROLLER = ("TransferQueueController", "transfer_queue")
 
 @dataclass(frozen=True)
 class DataSystem:
-    """``config`` is what workers attach with, ``summary_line`` the start line as it was printed."""
+    """``config`` is what workers attach with, ``summary_line`` the start line."""
 
     config: Any
     decision: Decision
@@ -43,14 +39,12 @@ def start(settings: Settings, host: HostFacts, samples_per_prompt: int) -> DataS
 
     if settings.touches_nothing:
         _refuse_foreign_controller()
-    said = _Tee(sys.stderr)
-    with contextlib.redirect_stderr(said):
-        relax_tq_rdma.install(settings, host=host)
-        conf = _host_config(samples_per_prompt, host.num_data_storage_units or 1)
-        conf = tq.init(conf=conf) or conf
-    section, _ = read_section(conf.backend.get(conf.backend.get("storage_backend", ""), {}))
-    lines = [line for line in said.copy.getvalue().splitlines() if line.startswith(f"{PREFIX} backend=")]
-    return DataSystem(conf, section.decision if section else UNTOUCHED, lines[-1] if lines else "")
+    relax_tq_rdma.install(settings, host=host)
+    conf = _host_config(samples_per_prompt, host.num_data_storage_units or 1)
+    conf = tq.init(conf=conf) or conf
+    decision = relax_tq_rdma.current_decision()
+    assert decision is not None, "this process is the driver, and its init has returned"
+    return DataSystem(conf, decision, relax_tq_rdma.current_start_line())
 
 
 def attach(tq_config: Any, with_plugin: bool) -> Any:
@@ -106,18 +100,3 @@ def _refuse_foreign_controller() -> None:
         "this Ray cluster already runs a TransferQueue (actor TransferQueueController): end that job first, or leave "
         "out --ray-address so that the demo starts its own Ray"
     )
-
-
-class _Tee(io.TextIOBase):
-    """Passes everything on and keeps a copy: the start line is public, and this is where it appears."""
-
-    def __init__(self, target: TextIO) -> None:
-        self._target = target
-        self.copy = io.StringIO()
-
-    def write(self, text: str) -> int:
-        self.copy.write(text)
-        return self._target.write(text)
-
-    def flush(self) -> None:
-        self._target.flush()

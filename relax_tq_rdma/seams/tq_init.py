@@ -25,6 +25,7 @@ from relax_tq_rdma.section import JobSection, read_section
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.summary import PREFIX
 from relax_tq_rdma.transport import attach
+from relax_tq_rdma.transport.report import Decision
 
 CLOSE_SECONDS = 30.0
 """TransferQueue itself gives its storage units 15 s to end."""
@@ -54,6 +55,16 @@ class TqInit:
     def is_running(self) -> bool:
         """Whether this process has a data plane, or is part of one."""
         return self._guard is not None and self._guard.is_running
+
+    @property
+    def decision(self) -> Decision | None:
+        """What the data plane of this process runs on; ``None`` without one."""
+        return self._guard.decision if self._guard is not None else None
+
+    @property
+    def start_line(self) -> str:
+        """As this process printed it; empty where it has started no data plane."""
+        return self._guard.start_line if self._guard is not None else ""
 
     def check(self) -> SeamReport:
         found = taken = ""
@@ -119,13 +130,24 @@ class Guard:
         self.original_init, self.original_close = init, close
         self._lock = threading.RLock()  # a signal handler may close in the middle of an init
         self._running: _Running | None = None
-        self._joined = ""
+        self._joined: JobSection | None = None
         self._closing = False
         self.active = True
 
     @property
     def is_running(self) -> bool:
-        return self._running is not None or bool(self._joined)
+        return self._running is not None or self._joined is not None
+
+    @property
+    def decision(self) -> Decision | None:
+        if self._running is not None:
+            decision: Decision = self._running.started.decision
+            return decision
+        return self._joined.decision if self._joined is not None else None
+
+    @property
+    def start_line(self) -> str:
+        return str(self._running.started.line) if self._running is not None else ""
 
     def init(self, conf: Any) -> Any:
         """What ``transfer_queue.init`` does in a process with the plugin; returns what it would.
@@ -205,7 +227,7 @@ class Guard:
                     f"the controller of job {section.job} went away while this process joined: restart the job"
                 )
             self._check_client(section)
-        self._joined = section.job
+        self._joined = section
         _put_signal_handlers_first()
         return conf
 
@@ -226,7 +248,7 @@ class Guard:
 
     def _leave(self) -> None:
         """Close this process's client and nothing else; upstream's close would kill the controller of the job."""
-        self._joined = ""
+        self._joined = None
         client = tq_state.storage_client()
         tq_state.detach_controller()
         self.original_close()

@@ -60,6 +60,9 @@ class Worker:
         relax_tq_rdma.install()
         return tq.init(conf)
 
+    def runs_on(self) -> Any:
+        return relax_tq_rdma.current_decision(), relax_tq_rdma.current_start_line()
+
     def read(self, partition: str, fields: list[str], rows: int) -> Any:
         client = tq.get_client()
         meta = client.get_meta(data_fields=fields, batch_size=rows, partition_id=partition, task_name="worker")
@@ -156,7 +159,9 @@ def test_a_job_from_start_to_restart(settings: Settings, capsys: pytest.CaptureF
     name, got = ray.get(worker.read.remote("train_0", FIELDS, 3))
     assert name.startswith("Dataplane")
     check(got)
+    assert ray.get(worker.runs_on.remote()) == (relax_tq_rdma.current_decision(), "")
     ray.get(worker.close.remote())
+    assert ray.get(worker.runs_on.remote()) == (None, "")
     assert controller.look(2, section.job).state.value == "ours"  # a worker's close leaves the job alone
     with pytest.raises(ray.exceptions.RayTaskError, match="initialize"):
         ray.get(worker.read.remote("train_0", FIELDS, 3))
@@ -177,11 +182,16 @@ def test_a_job_from_start_to_restart(settings: Settings, capsys: pytest.CaptureF
 
     lines = capsys.readouterr().err
     assert lines.count(f"[dataplane] backend={backend} ") == 1
+    assert relax_tq_rdma.current_start_line() in lines.splitlines()
+    decision = relax_tq_rdma.current_decision()
+    assert decision is not None
+    assert decision.backend == backend
     started = time.monotonic()
     tq.close()
     assert time.monotonic() - started < 30
     assert controller.find() is None
     assert ray.util.list_named_actors(all_namespaces=True) == []
+    assert (relax_tq_rdma.current_decision(), relax_tq_rdma.current_start_line()) == (None, "")
     tq.close()
 
     again = tq.init(HOST_CONF)  # the host's global restart, in the same process

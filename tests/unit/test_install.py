@@ -18,7 +18,9 @@ import relax_tq_rdma
 from relax_tq_rdma import SeamError, Settings, StartError, UsageError
 from relax_tq_rdma.compat import HostFacts
 from relax_tq_rdma.seams import tq_init
+from relax_tq_rdma.section import JobSection
 from relax_tq_rdma.summary import parse_start_line
+from relax_tq_rdma.transport.report import Decision
 
 pytestmark = pytest.mark.tq_versions
 
@@ -50,6 +52,8 @@ def test_with_no_flag_nothing_is_touched_and_the_start_line_is_printed(capsys: p
     assert touched() == before
     [line] = capsys.readouterr().err.splitlines()
     assert parse_start_line(line)["backend"] == "SimpleStorage"
+    assert relax_tq_rdma.current_start_line() == line
+    assert relax_tq_rdma.current_decision() == Decision(backend="SimpleStorage", protocol="zmq")
 
 
 def test_with_no_flag_nothing_heavy_is_imported() -> None:
@@ -73,6 +77,7 @@ def test_with_no_flag_nothing_heavy_is_imported() -> None:
 def test_install_takes_both_seams_and_uninstall_gives_them_back(settings: Any) -> None:
     before = touched()
     relax_tq_rdma.install(settings)
+    assert (relax_tq_rdma.current_decision(), relax_tq_rdma.current_start_line()) == (None, ""), "no init so far"
     assert tq.init is interface.init is not before[0][0]
     assert StorageManagerFactory._registry["SimpleStorage"] is not before[1]["SimpleStorage"]
     relax_tq_rdma.uninstall()
@@ -138,10 +143,12 @@ def test_a_seam_that_does_not_fit_is_a_note_where_no_layer_is_on(
 def test_uninstall_is_refused_while_the_data_plane_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     relax_tq_rdma.install(COUNTING)
     guard = tq_init._guard_of(tq.init)
-    guard._joined = "job1"
+    decision = Decision(backend="SimpleStorage", protocol="zmq")
+    guard._joined = JobSection(job="job1", settings=COUNTING, decision=decision, plugin_version="0")
+    assert relax_tq_rdma.current_decision() == decision
     with pytest.raises(StartError, match=r"call transfer_queue\.close\(\) first"):
         relax_tq_rdma.uninstall()
-    guard._joined = ""
+    guard._joined = None
 
 
 @pytest.mark.parametrize("wrong", ["--dataplane-accounting", {"accounting": "summary"}, []])
