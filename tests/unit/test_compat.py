@@ -1,5 +1,7 @@
 """Every row of the compatibility matrix, by the flags a user types (RFC §4.7 and design §4)."""
 
+import re
+
 import pytest
 
 from relax_tq_rdma import Settings, UsageError, compat
@@ -117,6 +119,12 @@ def test_a_flag_that_does_nothing_alone_says_so(flag):
     value = values.get(flag.setting) or next((c for c in flag.choices or () if c != flag.default), "7")
     found = compat.findings(Settings.from_flags([flag.name, *([value] if flag.kind == "value" else [])]))
     assert {f.verdict for f in found if flag.name in f.flags} & {"adjust", "reject"}
+
+
+def test_no_way_out_leads_to_a_flag_that_is_refused():
+    refused = {flag for flag, _, _ in compat.NOT_BUILT}
+    for rule in compat.RULES:
+        assert not refused & set(re.findall(r"(?<!drop )--[a-z-]+", rule.way_out)), rule.message
 
 
 def test_rows_that_need_host_facts():
