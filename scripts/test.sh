@@ -74,11 +74,12 @@ pytest() { "$VENV/bin/python" -m pytest --color="$COLOR" --tb=short "$@"; }
 unit() { part unit pytest tests/unit "$@"; }
 
 # Real processes under real deadlines: on a busy machine one can be missed. What failed is run once more, alone, and
-# counts as failed only if it fails again; both runs stay in the table. $1: name; rest: pytest arguments.
+# counts as failed only if it fails again; both runs stay in the table. Two files run at a time: one core waits for the
+# other's processes most of the time. $1: name; rest: pytest arguments.
 on_real_services() {
   local name=$1 failed_before=$FAILED tests_before=$FAILED_TESTS
   shift
-  part "$name" pytest "$@"
+  part "$name" pytest -n 2 --dist loadfile "$@"
   if ((FAILED == failed_before)); then return; fi
   say "== $name: what failed, once more and alone"
   FAILED=$failed_before

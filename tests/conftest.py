@@ -2,6 +2,9 @@
 
 Every process of a run inherits a random ``RTQ_TEST_SESSION`` from pytest, also one that outlives its parent. At the end
 exactly the processes that carry this run's token are looked at, so a neighbour's Ray or Mooncake is never touched.
+
+With ``-n 2`` (pytest-xdist) each of its workers is such a run, with a token and a run folder of its own; the process in
+front runs no test and passes on what they found.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ _KEY_RUN_DIR: pytest.StashKey[str] = pytest.StashKey()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if _only_distributes(config):
+        return
     os.environ[TOKEN] = secrets.token_hex(16)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a hub is wrong
@@ -50,14 +55,18 @@ def pytest_report_header() -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    alive = _own_processes()
-    if alive:
-        _, alive = psutil.wait_procs(alive, timeout=GRACE_SECONDS)
-    for process in alive:
-        _LEFTOVERS.append(_describe(process))
-        _kill(process)
+    if not _only_distributes(session.config):
+        _end_what_is_left()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["leftovers"] = _LEFTOVERS
     if _LEFTOVERS and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """In the process in front: a worker has ended."""
+    _LEFTOVERS.extend(getattr(node, "workeroutput", {}).get("leftovers", []))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -71,6 +80,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     run_dir = config.stash.get(_KEY_RUN_DIR, None)
     if run_dir:
         shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _only_distributes(config: pytest.Config) -> bool:
+    """Whether this is the process in front of pytest-xdist's workers."""
+    return bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")
+
+
+def _end_what_is_left() -> None:
+    alive = _own_processes()
+    if alive:
+        _, alive = psutil.wait_procs(alive, timeout=GRACE_SECONDS)
+    for process in alive:
+        _LEFTOVERS.append(_describe(process))
+        _kill(process)
 
 
 def _version(distribution: str) -> str:
