@@ -1,4 +1,4 @@
-"""Whole jobs as processes: two on one host, each with its own master, and every way a driver can end (RFC §4.8, F8)."""
+"""Whole jobs as processes: several on one host, each with its master, and every way a driver can end (RFC §4.8, F8)."""
 
 import json
 import os
@@ -86,55 +86,51 @@ class Job:
         pytest.fail("this job has no master")
 
 
-@pytest.fixture
-def start_job():
-    jobs = []
-
-    def start() -> Job:
-        jobs.append(Job())
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.process.kill()
-        job.process.wait(10)
+@pytest.fixture(scope="module")
+def jobs():
+    """Four jobs on this host, started at the same time; each test has its own, and some look at a neighbour."""
+    started = {name: Job() for name in ("killed", "terminated", "stranded", "untouched")}
+    try:
+        for job in started.values():
+            job.wait_until_ready()
+        yield started
+    finally:
+        for job in started.values():
+            job.process.kill()
+            job.process.wait(10)
 
 
 def gone(process: psutil.Process, limit: float) -> bool:
     return not psutil.wait_procs([process], timeout=limit)[1]
 
 
-def test_two_jobs_on_one_host_and_one_is_killed(start_job):
-    first, second = start_job(), start_job()
-    first.wait_until_ready()
-    second.wait_until_ready()
-    assert first.facts["master"] != second.facts["master"]
-    assert first.facts["job"] != second.facts["job"]
-    assert first.tell("go") == second.tell("go") == {"equal": True}
+def test_jobs_on_one_host_do_not_meet_and_one_is_killed(jobs):
+    killed, untouched = jobs["killed"], jobs["untouched"]
+    for fact in ("master", "job"):
+        assert len({job.facts[fact] for job in jobs.values()}) == len(jobs)
+    assert killed.tell("go") == untouched.tell("go") == {"equal": True}
 
-    first_master, second_master = first.master(), second.master()
-    first.process.kill()
-    assert gone(first_master, 15)
-    assert second.tell("go") == {"equal": True}
-    assert second_master.is_running()
+    its_master, others_master = killed.master(), untouched.master()
+    killed.process.kill()
+    assert gone(its_master, 15)
+    assert untouched.tell("go") == {"equal": True}
+    assert others_master.is_running()
 
-    assert second.tell("end", 60) == {"closed": True}
-    assert second.process.wait(30) == 0
-    assert gone(second_master, 5)
+    assert untouched.tell("end", 60) == {"closed": True}
+    assert untouched.process.wait(30) == 0
+    assert gone(others_master, 5)
 
 
-def test_sigterm_of_the_driver_takes_its_master_along(start_job):
-    job = start_job()
-    job.wait_until_ready()
+def test_sigterm_of_the_driver_takes_its_master_along(jobs):
+    job = jobs["terminated"]
     master = job.master()
     job.process.send_signal(signal.SIGTERM)
     job.process.wait(60)
     assert gone(master, 15)
 
 
-def test_a_driver_whose_node_has_vanished_still_ends_in_time_with_its_master(start_job):
-    job = start_job()
-    job.wait_until_ready()
+def test_a_driver_whose_node_has_vanished_still_ends_in_time_with_its_master(jobs):
+    job = jobs["stranded"]
     master = job.master()
     psutil.Process(job.facts["raylet"]).kill()
     job.process.stdin.close()  # the host ends the job: it closes the data plane and Ray
