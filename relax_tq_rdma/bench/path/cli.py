@@ -18,7 +18,7 @@ def run(argv: list[str]) -> int:
     """
     options = parse(argv)
     from relax_tq_rdma.bench.path.environment import check_memory, describe, estimate
-    from relax_tq_rdma.bench.path.figures import document, ratios
+    from relax_tq_rdma.bench.path.figures import document
     from relax_tq_rdma.bench.path.measure import measure
     from relax_tq_rdma.bench.path.report import show
     from relax_tq_rdma.demo import signals
@@ -28,11 +28,7 @@ def run(argv: list[str]) -> int:
     say(estimate(options))
     with signals.listening():
         result = measure(options, say)
-    by_tier = {
-        tier: ratios([case for case in result.cases if case.tier_mib == tier], bounds)
-        for tier, bounds in result.limits.items()
-    }
-    whole = document(describe(options), result.cases, result.limits, by_tier)
+    whole = document(describe(options), result.cases, result.limits)
     text = json.dumps(whole, indent=2)
     if options.output is not None:
         options.output.write_text(text + "\n", encoding="utf-8")

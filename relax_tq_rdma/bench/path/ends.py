@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -28,6 +29,9 @@ class End(Protocol):
 
     def get(self) -> list[Any]:
         """Each row as a dict of tensors, ready to be used."""
+
+    def rungs(self) -> dict[str, int]:
+        """Bytes moved so far by each rung of the staging; empty without the plugin's Mooncake client."""
 
     def stored(self) -> tuple[int, int]:
         """After a get: bytes in the store, and how many rows are in the row format."""
@@ -93,6 +97,15 @@ class ManagerEnd:
             return [dict(zip(KEYS, values, strict=True)) for values in zip(*columns, strict=True)]
         return list(data[FIELD])
 
+    def rungs(self) -> dict[str, int]:
+        client = getattr(self._client.storage_manager, "storage_client", None)
+        if client is None or self._case.settings is None:
+            return {}
+        moved: Counter[str] = Counter()
+        for (_, rung), each in client.staging_counts().rungs.items():
+            moved[rung] += each.nbytes
+        return moved
+
     def stored(self) -> tuple[int, int]:
         from relax_tq_rdma.seams import tq_bare
 
@@ -116,8 +129,14 @@ class ManagerEnd:
             name, config = backend_config(_plain(self._case), self._setup, "", produces=False)
             self._plain = tq_bare.client(f"bench-{self._case.name}-plain", self._controller, name, config)
         rows = list(self._plain.get_data(self._meta)[FIELD])
-        sizes = [sum(value.nbytes for value in row.values()) for row in rows]
-        return sum(sizes), sum(set(row) == {"RTQ1"} for row in rows)
+        return sum(map(_tensor_bytes, rows)), sum(set(row) == {"RTQ1"} for row in rows)
+
+
+def _tensor_bytes(value: Any) -> int:
+    """Of all tensors in dicts and lists."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_tensor_bytes, value)) if isinstance(value, list) else int(value.nbytes)
 
 
 def _plain(case: Case) -> Case:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from relax_tq_rdma.bench.path.messages import Counters, Moved
 
 SCHEMA = "relax-tq-rdma/bench-path/1"
+Pick = Literal["median", "min"]
 HEADLINE_TIER = 256
 MOONCAKE, SIMPLE = "mooncake_l2_l5", "simple_l2"
 """The cases that the ratios of a backend are about."""
@@ -41,6 +42,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
         fresh: memory that the kernel had to supply, over payload bytes; 1 is one payload-sized allocation.
         registrations: engine registrations in one step, the median.
         moved_bytes: asked of the engine (Mooncake) or sent in messages (SimpleStorage).
+        rungs: bytes by each rung of the plugin's staging, in the last repeat.
         peak_rss_bytes: highest resident bytes above those at the start of the step; the largest of all repeats.
     """
 
@@ -51,6 +53,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     registrations: float
     registered_bytes: float
     moved_bytes: int
+    rungs: dict[str, int]
     peak_rss_bytes: int
     cpu_s: float
     all_seconds: list[float]
@@ -73,13 +76,21 @@ class CaseFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """In 1e9 bytes a second, medians; ``None`` where it was not measured."""
+    """Seconds for ``payload_bytes``; ``None`` where it was not measured."""
 
-    memcpy: float | None = None
-    loopback: float | None = None
-    engine_put: float | None = None
-    engine_get: float | None = None
-    put_copy: float | None = None
+    payload_bytes: int = 0
+    memcpy: Spread | None = None
+    loopback: Spread | None = None
+    engine_put: Spread | None = None
+    engine_get: Spread | None = None
+
+    def gbs(self) -> dict[str, float | None]:
+        """1e9 bytes a second, medians. ``put_copy``: one copy, then the engine: 1 / (1 / engine_put + 1 / memcpy)."""
+        names = ("memcpy", "loopback", "engine_put", "engine_get")
+        seconds = {name: _picked(getattr(self, name), "median") for name in names}
+        put, copy = seconds["engine_put"], seconds["memcpy"]
+        seconds["put_copy"] = put + copy if put and copy else None
+        return {name: _over(self.payload_bytes / 1e9, found) for name, found in seconds.items()}
 
 
 def side(moves: Sequence[Moved], last: Moved, payload: int) -> Side:
@@ -100,6 +111,7 @@ def side(moves: Sequence[Moved], last: Moved, payload: int) -> Side:
         registrations=median("registrations"),
         registered_bytes=median("registered_bytes"),
         moved_bytes=last.counters.moved_bytes or watched.message_bytes,
+        rungs=moves[-1].rungs,
         peak_rss_bytes=max(_above_start(one) for one in counters),
         cpu_s=median("cpu_s"),
         all_seconds=seconds,
@@ -111,44 +123,44 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 def limits(payload: int, seconds: Mapping[str, Sequence[float]], engine: CaseFigures | None) -> TierLimits:
-    """``put_copy`` is one copy and the engine, one after the other: 1 / (1 / engine_put + 1 / memcpy)."""
-    found = {name: payload / statistics.median(each) / 1e9 for name, each in seconds.items() if each}
-    copy = found.get("memcpy")
-    put = engine.put.gbs if engine and engine.put else None
+    """Of one tier, from the seconds of ``memcpy`` and ``loopback`` in each repeat and the case of the engine."""
+    found = {name: spread(each) for name, each in seconds.items() if each}
     return TierLimits(
-        memcpy=copy,
+        payload_bytes=payload,
+        memcpy=found.get("memcpy"),
         loopback=found.get("loopback"),
-        engine_put=put,
-        engine_get=engine.get.gbs if engine and engine.get else None,
-        put_copy=1 / (1 / put + 1 / copy) if put and copy else None,
+        engine_put=engine.put.seconds if engine and engine.put else None,
+        engine_get=engine.get.seconds if engine and engine.get else None,
     )
 
 
-def ratios(cases: Iterable[CaseFigures], bounds: TierLimits) -> dict[str, float | None]:
-    """Of one tier; above 1 the plugin is faster; ``None`` where a part of the ratio was not measured."""
+def ratios(cases: Iterable[CaseFigures], bounds: TierLimits, pick: Pick = "median") -> dict[str, float | None]:
+    """Of one tier; above 1 the plugin is faster; ``None`` where a part of the ratio was not measured.
+
+    ``pick``: of all repeats the median, or for a look past the noise of a busy machine the best (``min``).
+    """
     by_name = {case.case: case for case in cases}
 
-    def gbs(name: str, direction: str) -> float | None:
-        found: Side | None = getattr(by_name.get(name), direction, None)
-        return found.gbs if found else None
+    def seconds(name: str, *directions: str) -> float | None:
+        sides: list[Side | None] = [getattr(by_name.get(name), direction, None) for direction in directions]
+        found = [_picked(one.seconds, pick) for one in sides if one is not None]
+        return sum(filter(None, found)) if len(found) == len(directions) else None
 
-    def seconds(name: str) -> float | None:
-        case = by_name.get(name)
-        return case.put.seconds.median + case.get.seconds.median if case and case.put and case.get else None
-
+    engine_put, memcpy = _picked(bounds.engine_put, pick), _picked(bounds.memcpy, pick)
+    copy_limit = engine_put + memcpy if engine_put and memcpy else None
     found = {
-        "mooncake_get_vs_engine": _over(gbs(MOONCAKE, "get"), bounds.engine_get),
-        "mooncake_put_vs_copy_limit": _over(gbs(MOONCAKE, "put"), bounds.put_copy),
+        "mooncake_get_vs_engine": _over(_picked(bounds.engine_get, pick), seconds(MOONCAKE, "get")),
+        "mooncake_put_vs_copy_limit": _over(copy_limit, seconds(MOONCAKE, "put")),
     }
     for name, ours, theirs in (
         ("mooncake_{}_vs_upstream_dict", MOONCAKE, "mooncake_dict"),
         ("mooncake_{}_vs_upstream_jagged", MOONCAKE, "mooncake_jagged"),
         ("simple_{}_vs_upstream_dict", SIMPLE, "simple_dict"),
     ):
-        for direction in ("get", "put"):
-            found[name.format(direction)] = _over(gbs(ours, direction), gbs(theirs, direction))
+        for way in ("get", "put"):
+            found[name.format(way)] = _over(seconds(theirs, way), seconds(ours, way))
     for name, (ours, theirs) in EFFECTIVE.items():
-        found[name] = _over(seconds(theirs), seconds(ours))
+        found[name] = _over(seconds(theirs, "put", "get"), seconds(ours, "put", "get"))
     return found
 
 
@@ -158,22 +170,34 @@ def headline_tier(tiers: Sequence[int]) -> int:
 
 
 def document(
-    environment: Mapping[str, Any],
-    cases: Sequence[CaseFigures],
-    bounds: Mapping[int, TierLimits],
-    by_tier: Mapping[int, Mapping[str, float | None]],
+    environment: Mapping[str, Any], cases: Sequence[CaseFigures], bounds: Mapping[int, TierLimits]
 ) -> dict[str, Any]:
     """The JSON object (``docs/reference/bench-path.md``)."""
-    tier = headline_tier(list(by_tier))
+    top = headline_tier(list(bounds))
+
+    def by_tier(pick: Pick) -> dict[str, dict[str, float | None]]:
+        return {
+            str(tier): ratios([case for case in cases if case.tier_mib == tier], found, pick)
+            for tier, found in bounds.items()
+        }
+
+    medians = by_tier("median")
     return {
         "schema": SCHEMA,
         "environment": dict(environment),
         "cases": [msgspec.to_builtins(case) for case in cases],
-        "limits": {str(size): msgspec.to_builtins(found) for size, found in bounds.items()},
-        "ratios_tier_mib": tier,
-        "ratios": dict(by_tier[tier]),
-        "ratios_by_tier": {str(size): dict(found) for size, found in by_tier.items()},
+        "limits": {str(tier): found.gbs() for tier, found in bounds.items()},
+        "limits_seconds": {str(tier): msgspec.to_builtins(found) for tier, found in bounds.items()},
+        "ratios_tier_mib": top,
+        "ratios": medians[str(top)],
+        "ratios_by_tier": medians,
+        "ratios_of_best_by_tier": by_tier("min"),
     }
+
+
+def _picked(found: Spread | None, pick: Pick) -> float | None:
+    value: float | None = getattr(found, pick, None)
+    return value
 
 
 def _above_start(one: Counters) -> int:

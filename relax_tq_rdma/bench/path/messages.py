@@ -126,9 +126,13 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A put or a get; the put tells each row's index and digest."""
+    """A put or a get; the put tells each row's index and digest.
+
+    ``rungs``: bytes that the plugin's client moved by each rung of its staging (``lend``, ``copy``, ``call``).
+    """
 
     seconds: float
+    rungs: dict[str, int] = {}
     counters: Counters
     indexes: list[int] = []
     digests: list[int] = []

@@ -31,4 +31,9 @@ def staging_problem(case: Case, moves: list[Moved]) -> str:
     if not case.asks("host_staging"):
         return ""
     registered = sum(move.counters.registrations for move in moves)
-    return f"host_staging had no effect: {registered} registrations in {len(moves)} steps" if registered else ""
+    if registered:
+        return f"host_staging had no effect: {registered} registrations in {len(moves)} steps"
+    unstaged = sum(not move.rungs.get("lend", 0) + move.rungs.get("copy", 0) for move in moves)
+    return (
+        f"host_staging had no effect: nothing passed the pool in {unstaged} of {len(moves)} steps" if unstaged else ""
+    )

@@ -7,10 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from relax_tq_rdma.bench.path.figures import CaseFigures, Side, TierLimits
+from relax_tq_rdma.bench.path.figures import CaseFigures, Side
 from relax_tq_rdma.bench.path.measure import Result
 
-_COLUMNS = ("GB/s", "limit", "median s", "range s", "copies", "fresh", "reg", "moved MB", "RSS +MB", "CPU s")
+_COLUMNS = ("GB/s", "limit", "median s", "range s", "copies", "fresh", "reg", "moved MB", "RSS +MB", "CPU s", "rungs")
+_WIDTH = 170
 _LIMITS = {
     "memcpy": "copy (1 thread, warm)",
     "loopback": "TCP over loopback",
@@ -22,18 +23,17 @@ _LIMITS = {
 
 def show(whole: dict[str, Any], result: Result) -> None:
     """Print tables, limits, ratios and what was not measured."""
-    console = Console(width=max(120, Console().width), highlight=False)
+    console = Console(width=max(_WIDTH, Console().width), highlight=False)
     console.print(_header(whole["environment"]))
     for tier, bounds in result.limits.items():
         cases = [case for case in result.cases if case.tier_mib == tier]
-        console.print(_table(tier, cases, bounds))
+        gbs = bounds.gbs()
+        console.print(_table(tier, cases, gbs))
         for case in cases:
             if case.not_measured:
                 console.print(f"{case.case}: not measured: {case.not_measured}", markup=False)
-        limits = ((text, getattr(bounds, name)) for name, text in _LIMITS.items())
-        console.print("limits, GB/s: " + ", ".join(f"{text} {_number(value)}" for text, value in limits))
-        ratios = whole["ratios_by_tier"][str(tier)]
-        console.print("ratios: " + ", ".join(f"{name} {_number(value)}" for name, value in ratios.items()) + "\n")
+        console.print("limits, GB/s: " + ", ".join(f"{text} {_number(gbs[name])}" for name, text in _LIMITS.items()))
+        console.print(_ratios(whole["ratios_by_tier"][str(tier)], whole["ratios_of_best_by_tier"][str(tier)]))
 
 
 def _header(shared: dict[str, Any]) -> str:
@@ -45,7 +45,19 @@ def _header(shared: dict[str, Any]) -> str:
     )
 
 
-def _table(tier: int, cases: list[CaseFigures], bounds: TierLimits) -> Table:
+def _ratios(medians: dict[str, float | None], best: dict[str, float | None]) -> Table:
+    table = Table("ratio", "of medians", "of best", caption=f"not measured: {', '.join(_missing(medians)) or 'none'}")
+    for name, value in medians.items():
+        if value is not None:
+            table.add_row(name, _number(value), _number(best[name]))
+    return table
+
+
+def _missing(ratios: dict[str, float | None]) -> list[str]:
+    return [name for name, value in ratios.items() if value is None]
+
+
+def _table(tier: int, cases: list[CaseFigures], limits: dict[str, float | None]) -> Table:
     first = cases[0]
     table = Table(title=f"{tier} MiB: {first.payload_bytes / 1e6:.1f} MB in {first.rows} rows, groups of {first.dup}")
     table.add_column("case")
@@ -54,7 +66,7 @@ def _table(tier: int, cases: list[CaseFigures], bounds: TierLimits) -> Table:
         table.add_column(name, justify="right")
     for case in cases:
         if case.put and case.get:
-            put, get = _limits_of(case, bounds)
+            put, get = (limits[name] for name in _limits_of(case))
             table.add_row(case.case, "put", *_cells(case.put, put))
             table.add_row("", "get", *_cells(case.get, get), end_section=True)
         else:
@@ -62,12 +74,11 @@ def _table(tier: int, cases: list[CaseFigures], bounds: TierLimits) -> Table:
     return table
 
 
-def _limits_of(case: CaseFigures, bounds: TierLimits) -> tuple[float | None, float | None]:
+def _limits_of(case: CaseFigures) -> tuple[str, str]:
     """What bounds put and get: the engine, with a copy where rows are packed; for SimpleStorage the link."""
     if case.backend == "simple":
-        return bounds.loopback, bounds.loopback
-    packs = case.case not in ("engine", "mooncake_jagged")
-    return (bounds.put_copy if packs else bounds.engine_put), bounds.engine_get
+        return "loopback", "loopback"
+    return ("engine_put" if case.case in ("engine", "mooncake_jagged") else "put_copy"), "engine_get"
 
 
 def _cells(side: Side, limit: float | None) -> list[str]:
@@ -82,6 +93,7 @@ def _cells(side: Side, limit: float | None) -> list[str]:
         f"{side.moved_bytes / 1e6:.1f}",
         f"{side.peak_rss_bytes / 1e6:.1f}",
         f"{side.cpu_s:.3f}",
+        " ".join(f"{name} {nbytes / 1e6:.0f}" for name, nbytes in side.rungs.items() if nbytes),
     ]
 
 

@@ -96,7 +96,7 @@ class _Worker:
         stamp(self._rows, self._shape, command.stamp)
         sent = digests(self._rows)
         indexes = end.prepare(self._rows, self._shape, command.partition)
-        _, moved = _run(end.put, command.watch)
+        _, moved = _run(end, end.put, command.watch)
         return msgspec.structs.replace(moved, indexes=indexes, digests=sent)
 
     def _get(self, command: Get) -> Moved:
@@ -106,7 +106,7 @@ class _Worker:
             kept.popleft()
         end = self._ends[command.case]
         found = end.look(self._shape, command.partition)
-        rows, moved = _run(end.get, command.watch)
+        rows, moved = _run(end, end.get, command.watch)
         by_index = dict(zip(found, rows, strict=True))
         kept.append(rows)
         check([by_index[index] for index in command.indexes], self._shape, command.digests)
@@ -118,16 +118,20 @@ class _Worker:
         )
 
 
-def _run(move: Callable[[], Any], watch: bool) -> tuple[Any, Moved]:
+def _run(end: End, move: Callable[[], Any], watch: bool) -> tuple[Any, Moved]:
     gc.collect()
+    before = end.rungs()
     if watch:
         from relax_tq_rdma.seams import tq_bare
 
         with watching(tq_bare.places_that_copy(), tq_bare.message_class()) as seen:
             result, moved = _time(move)
         watched = Watched(copied_bytes=seen.copied, message_bytes=seen.messages)
-        return result, msgspec.structs.replace(moved, watched=watched)
-    return _time(move)
+        moved = msgspec.structs.replace(moved, watched=watched)
+    else:
+        result, moved = _time(move)
+    rungs = {rung: nbytes - before.get(rung, 0) for rung, nbytes in end.rungs().items()}
+    return result, msgspec.structs.replace(moved, rungs=rungs)
 
 
 def _time(move: Callable[[], Any]) -> tuple[Any, Moved]:
