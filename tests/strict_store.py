@@ -168,16 +168,16 @@ class StrictPool:
         assert block is False, "one that waits may wait for ever"
         with self._lock:
             self._settle()
-            at = 0
+            room, at = -(-size // 64) * 64, 0
             for first, end in self._taken:
-                if first - at >= size:
+                if first - at >= room:
                     break
-                at = -(-end // 64) * 64
-            if self.store.local.nbytes - at < size:
+                at = end
+            if self.store.local.nbytes - at < room:
                 raise RuntimeError("buffer pool is exhausted")
-            self._taken = sorted([*self._taken, (at, at + size)])
+            self._taken = sorted([*self._taken, (at, at + room)])
         memory = (ctypes.c_ubyte * size).from_buffer(self.store.local.data[at : at + size])
-        weakref.finalize(memory, self._free, at, at + size).atexit = False
+        weakref.finalize(memory, self._free, at, at + room).atexit = False
         return SimpleNamespace(buffer=memoryview(memory).cast("B"))
 
     def leased(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
@@ -24,13 +25,15 @@ S = TypeVar("S", bound=_Sized)
 def run_all(jobs: Sequence[Job], workers: int) -> None:
     """Raises the first failure, after everything that had begun has ended: memory is not let go of under a transfer."""
     with ThreadPoolExecutor(workers, thread_name_prefix="mooncake-store") as pool:
-        futures = [pool.submit(job) for job in jobs]
+        futures = deque(pool.submit(job) for job in jobs)
         try:
-            for future in futures:
-                future.result()
+            # A failure's traceback holds this frame. If it held the failed future too, that would be a cycle, and the
+            # memory of the failed transfers would stay on loan until a garbage collection.
+            while futures:
+                futures.popleft().result()
         finally:
-            for future in futures:
-                future.cancel()
+            while futures:
+                futures.popleft().cancel()
 
 
 def cut(items: Sequence[S], *, budget: int = 0, room: int = 0) -> list[Sequence[S]]:

@@ -435,6 +435,23 @@ def test_a_get_that_brought_too_little_is_no_success(
     check(client.get(keys_of(2), custom_backend_meta=metas), rows)
 
 
+def test_memory_of_a_failed_get_comes_back_without_a_garbage_collection(
+    make_client: MakeClient, mounted: StrictStore
+) -> None:
+    client = make_client(mounted, settings=STAGED)
+    metas = put_rows(client, pictures(4, 400_000))
+    mounted.plan = [fail(-600, 0)]
+    gc.disable()
+    try:
+        with pytest.raises(StoreFault) as caught:
+            client.get(keys_of(4), custom_backend_meta=metas)
+        assert caught.value.code == -600
+        del caught
+        assert client.staging_counts().held == 0
+    finally:
+        gc.enable()
+
+
 def test_only_what_failed_is_read_again(make_client: MakeClient, mounted: StrictStore) -> None:
     client = make_client(mounted, settings=STAGED)
     rows = pictures(3, 400_000)
