@@ -132,7 +132,24 @@ _BUILD: dict[type, Callable[[_Builder, Any], Any]] = {
 
 
 class HostBuilder(_Builder):
-    """Values over host memory: a row in one view, or in several that follow one another."""
+    """Values over a row in host memory."""
+
+    __slots__ = ("_view",)
+
+    def __init__(self, view: memoryview, frame: Frame) -> None:
+        super().__init__(frame)
+        self._view = view
+
+    def _tensor_at(self, at: int, kind: TorchKind, entry: TensorEntry) -> Tensor:
+        return _host_tensor(self._view, at, kind, entry)
+
+    def _array_at(self, at: int, dtype: np.dtype[Any], entry: ArrayEntry) -> np.ndarray[Any, Any]:
+        array: np.ndarray[Any, Any] = np.ndarray(entry.shape, dtype, self._view, at)
+        return array
+
+
+class PiecesBuilder(_Builder):
+    """Values over a row in host memory that is cut into pieces."""
 
     __slots__ = ("_starts", "_views")
 
@@ -142,26 +159,28 @@ class HostBuilder(_Builder):
         self._starts = [0, *accumulate(map(len, views[:-1]))]
 
     def _tensor_at(self, at: int, kind: TorchKind, entry: TensorEntry) -> Tensor:
-        dtype, itemsize, twin = kind
-        view, at = self._locate(at, entry)
-        if twin is not None:  # half the cost of frombuffer for a shape of several dimensions
-            return torch.from_numpy(np.ndarray(entry.shape, twin, view, at))
-        flat = torch.frombuffer(view, dtype=dtype, count=entry.nbytes // itemsize, offset=at)
-        # to as many elements, so it sets the shape only; a view would hold on to a base tensor
-        return flat.resize_(entry.shape)
+        return _host_tensor(*self._locate(at, entry), kind, entry)
 
     def _array_at(self, at: int, dtype: np.dtype[Any], entry: ArrayEntry) -> np.ndarray[Any, Any]:
-        view, at = self._locate(at, entry)
-        array: np.ndarray[Any, Any] = np.ndarray(entry.shape, dtype, view, at)
+        array: np.ndarray[Any, Any] = np.ndarray(entry.shape, dtype, *self._locate(at, entry))
         return array
 
     def _locate(self, at: int, entry: TensorEntry | ArrayEntry) -> tuple[memoryview, int]:
-        """The view that holds an entry's bytes, and where in it they begin."""
+        """The piece that holds an entry's bytes, and where in it they begin."""
         place = bisect_right(self._starts, at) - 1
         view, at = self._views[place], at - self._starts[place]
         if at + entry.nbytes > len(view):
             raise RowFormatError(f"{entry.key!r}: its bytes are cut in two by the end of a piece of the row")
         return view, at
+
+
+def _host_tensor(view: memoryview, at: int, kind: TorchKind, entry: TensorEntry) -> Tensor:
+    dtype, itemsize, twin = kind
+    if twin is not None:  # half the cost of frombuffer for a shape of several dimensions
+        return torch.from_numpy(np.ndarray(entry.shape, twin, view, at))
+    flat = torch.frombuffer(view, dtype=dtype, count=entry.nbytes // itemsize, offset=at)
+    # to as many elements, so it sets the shape only; a view would hold on to a base tensor
+    return flat.resize_(entry.shape)
 
 
 class DeviceBuilder(_Builder):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from relax_tq_rdma.payload.build import DeviceBuilder, HostBuilder
+from relax_tq_rdma.payload.build import DeviceBuilder, HostBuilder, PiecesBuilder
 from relax_tq_rdma.payload.encode import Allocator, ordinary_memory
 from relax_tq_rdma.payload.format import (
     Frame,
@@ -22,6 +22,9 @@ from relax_tq_rdma.payload.format import (
     payload_bytes,
     payload_crc,
 )
+
+Memory = Union[memoryview, "tuple[memoryview, ...]", Tensor]
+"""A row in host memory, the same in pieces that follow one another, or a row on a device."""
 
 _HEAD_BYTES = 4096  # of a row on a device: nearly every header fits, so one small copy reads it
 
@@ -48,14 +51,16 @@ def open_row(row: Tensor | memoryview) -> Row:
     """Read and check a row's header; the payload is not touched. Arguments and errors as ``decode_row``."""
     if isinstance(row, Tensor) and not row.is_cpu:
         return Row(_checked(row), _device_frame(row))
-    return open_pieces([row])
+    view = _view(row)
+    return Row(view, parse_frame(view, len(view)))
 
 
 def open_pieces(pieces: Sequence[Tensor | memoryview]) -> Row:
     """As :func:`open_row`, for a row in host memory that is cut into pieces (``ColumnPlan.pieces``)."""
-    views = [_checked(piece).numpy().data if isinstance(piece, Tensor) else _flat_view(piece) for piece in pieces]
-    total = sum(map(len, views))
-    return Row(views, parse_frame(views[0] if views else memoryview(b""), total))
+    if len(pieces) == 1:
+        return open_row(pieces[0])
+    views = tuple(map(_view, pieces))
+    return Row(views, parse_frame(views[0] if views else memoryview(b""), sum(map(len, views))))
 
 
 def _checked(row: Tensor) -> Tensor:
@@ -79,7 +84,7 @@ class Row:
 
     __slots__ = ("_memory", "frame")
 
-    def __init__(self, memory: Sequence[memoryview] | Tensor, frame: Frame) -> None:
+    def __init__(self, memory: Memory, frame: Frame) -> None:
         self._memory = memory
         self.frame = frame
 
@@ -105,9 +110,7 @@ class Row:
     def copied(self, allocate: Allocator = ordinary_memory) -> Row:
         """The same row in host memory of its own, in one piece."""
         memory = self._memory
-        return Row(
-            [memory.cpu().numpy().data] if isinstance(memory, Tensor) else [_joined(memory, allocate)], self.frame
-        )
+        return Row(memory.cpu().numpy().data if isinstance(memory, Tensor) else _joined(memory, allocate), self.frame)
 
     def decode(self, *, copy: bool = False, allocate: Allocator = ordinary_memory) -> dict[Any, Any] | None:
         """The row's value; see ``decode_row``. Each call with ``copy`` gives independent memory, from ``allocate``."""
@@ -121,17 +124,21 @@ class Row:
             raise RowFormatError(
                 f"the row is a reference to global index {header.ref.index}: decode the row stored there in its place"
             )
-        builder: HostBuilder | DeviceBuilder
+        builder: HostBuilder | PiecesBuilder | DeviceBuilder
         if isinstance(memory, Tensor):
             builder = DeviceBuilder(memory.clone() if copy else memory, frame)
         else:
-            if copy or any(view.readonly for view in memory):
-                memory = [_joined(memory, allocate)]
-            builder = HostBuilder(memory, frame)
+            if copy or (memory.readonly if isinstance(memory, memoryview) else any(part.readonly for part in memory)):
+                memory = _joined(memory, allocate)
+            builder = HostBuilder(memory, frame) if isinstance(memory, memoryview) else PiecesBuilder(memory, frame)
         try:
             return builder.build(header.entries or [])
         except (ValueError, TypeError, RuntimeError, OverflowError) as exc:  # RecursionError is a RuntimeError
             raise RowFormatError(f"the row's header describes a value that cannot exist: {exc}") from None
+
+
+def _view(row: Tensor | memoryview) -> memoryview:
+    return _checked(row).numpy().data if isinstance(row, Tensor) else _flat_view(row)
 
 
 def _flat_view(row: memoryview) -> memoryview:
@@ -140,8 +147,9 @@ def _flat_view(row: memoryview) -> memoryview:
     return row if row.format == "B" and row.ndim == 1 else row.cast("B")
 
 
-def _joined(views: Sequence[memoryview], allocate: Allocator) -> memoryview:
+def _joined(memory: memoryview | tuple[memoryview, ...], allocate: Allocator) -> memoryview:
     """A copy of the row's bytes in one piece."""
+    views = (memory,) if isinstance(memory, memoryview) else memory
     fresh = allocate(sum(map(len, views)))
     at = 0
     for view in views:
@@ -163,10 +171,10 @@ def _device_frame(row: Tensor) -> Frame:
     return parse_frame(head, total)
 
 
-def _verify(memory: Sequence[memoryview] | Tensor) -> None:
+def _verify(memory: Memory) -> None:
     if isinstance(memory, Tensor):
         row = memory.cpu().numpy()
     else:
-        row = np.frombuffer(memory[0] if len(memory) == 1 else b"".join(memory), np.uint8)
+        row = np.frombuffer(memory if isinstance(memory, memoryview) else b"".join(memory), np.uint8)
     if payload_crc(row) != row[-4:].tobytes():
         raise RowFormatError("the row's payload is damaged: its crc32c does not match")
