@@ -95,7 +95,10 @@ def _with_region_limit(check: Check, devices: Sequence[RdmaDevice], largest: int
         check,
         status=status,
         evidence=f"{check.evidence}; {text}",
-        fix=f"set {env.SEGMENT_MB.name} to {limit // MIB} or less",
+        fix=(
+            f"keep {env.SEGMENT_MB.name}, and {env.LOCAL_BUFFER_MB.name} plus --tq-host-staging-mb, "
+            f"at {limit // MIB} or less"
+        ),
     )
 
 

@@ -346,7 +346,7 @@ def test_a_region_above_the_devices_limit(tmp_path: Path) -> None:
     assert usable[0].max_mr_bytes == 2 * GIB
     assert split.status == "degraded"
     assert "region of 3 GiB is above max_mr_size 2 GiB of mlx5_0" in split.evidence
-    assert split.fix == "set RTQ_SEGMENT_MB to 2048 or less"
+    assert split.fix == "keep RTQ_SEGMENT_MB, and RTQ_LOCAL_BUFFER_MB plus --tq-host-staging-mb, at 2048 or less"
     assert look(tree, region=3 * GIB, splits=False)[0].status == "missing"
     assert look(tree, region=2 * GIB, splits=False)[0].status == "ok"
 
