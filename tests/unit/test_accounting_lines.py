@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from relax_tq_rdma.accounting import notes
 from relax_tq_rdma.accounting.journal import Journal
 from relax_tq_rdma.accounting.lines import parse_step_line, step_line
-from relax_tq_rdma.accounting.records import FieldFlow, Flow, StepSummary
+from relax_tq_rdma.accounting.records import FieldFlow, Flow, PoolState, Staged, StepSummary
 
 
 def summary(**changes):
@@ -136,3 +136,30 @@ def test_a_full_disk_or_bad_folder_costs_one_warning_and_no_error(where, caplog,
     (record,) = caplog.records
     assert where in record.getMessage()
     assert "RTQ_ACCOUNTING_DIR" in record.getMessage()
+
+
+def staged_step(**pool):
+    staged = (
+        Staged(direction="get", rung="lend", values=3, bytes=300),
+        Staged(direction="put", rung="call", values=1, bytes=7),
+    )
+    return StepSummary(
+        step="s", update=1, put=Flow(), get=Flow(), stages={}, fields=(), staged=staged, pool=PoolState(**pool)
+    )
+
+
+def test_the_line_says_by_which_memory_bytes_went_and_what_to_do():
+    pairs = parse_step_line(step_line(staged_step(capacity=1000, held=5, peak=9, retired=2, advised_mb=128)))
+    assert (pairs["get_lend_bytes"], pairs["put_call_bytes"]) == ("300", "7")
+    assert (pairs["pool_held_bytes"], pairs["pool_peak_bytes"], pairs["pool_retired_bytes"]) == ("5", "9", "2")
+    assert pairs["advised_host_staging_mb"] == "128"
+    quiet = parse_step_line(step_line(staged_step(capacity=1000)))
+    assert not {"pool_retired_bytes", "advised_host_staging_mb"} & set(quiet)
+
+
+def test_verbose_writes_one_more_line_with_the_pool(tmp_path):
+    Journal(tmp_path / "a.jsonl").write(staged_step(capacity=1000, held=5))
+    [line] = map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())
+    assert line["step"] == "s"
+    assert line["staged"][0] == {"direction": "get", "rung": "lend", "values": 3, "bytes": 300}
+    assert line["pool"] == {"capacity": 1000, "held": 5, "peak": 0, "retired": 0, "advised_mb": 0}
