@@ -12,7 +12,8 @@ from relax_tq_rdma.transport.report import CHECKS, DERIVED_CHECKS, STEP_CHECKS
 
 Direction = Literal["put", "get"]
 Path = Literal["fast", "slow"]
-"""``fast``: the row is a ``torch.Tensor``, for TransferQueue's tensor path (RFC F2); ``slow``: anything else."""
+"""``fast``: the row crosses as bytes, because it is a ``torch.Tensor`` (TransferQueue's tensor path, RFC F2) or was
+normalised; ``slow``: it is serialised."""
 
 Result = Literal["ok", "failed", "cancelled", "retried"]
 StageName = Literal[
