@@ -69,7 +69,7 @@ class _Tier:
         self._records = {case.name: _Record(problem=stage.refused.get(case.name, "")) for case in options.cases}
         self._limits: dict[str, list[float]] = {"memcpy": [], "loopback": []}
         self._seconds = _STEP_SECONDS + shape.nbytes / MIB / _SLOWEST_MIB_PER_SECOND
-        self._stamp = shape.tier * 10_000
+        self._stamp = 0
 
     def run(self, result: Result) -> None:
         for end in self._stage.ends:
@@ -93,6 +93,7 @@ class _Tier:
             assert isinstance(measured, Measured)
             for name, seconds in measured.seconds.items():
                 self._limits[name].append(seconds)
+        self._stamp += 1  # of the same case, no batch is as the one before
         cases = self._stage.cases
         first = number % max(1, len(cases))
         for case in cases[first:] + cases[:first]:
@@ -114,8 +115,7 @@ class _Tier:
 
     def _move(self, case: Case, *, watch: bool) -> tuple[Moved, Moved]:
         """One batch from end to end, compared byte for byte by the consumer, then removed."""
-        self._stamp += 1
-        partition = f"bench-{case.name}-{self._stamp}"
+        partition = f"bench-{case.name}-{self._shape.tier}-{self._stamp}"
         put = self._stage.producer.ask(
             Put(case=case.name, partition=partition, stamp=self._stamp, watch=watch), self._seconds
         )

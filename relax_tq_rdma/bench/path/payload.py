@@ -1,6 +1,6 @@
-"""The batch that is moved: rows as the host's image processor makes them, different in every put.
+"""The batch that is moved: rows as the host's image processor makes them, different in every round.
 
-The same bytes again and again would let a stale buffer pass for a fresh one, so each put stamps its own number into
+The same bytes again and again would let a stale buffer pass for a fresh one, so each round stamps its own number into
 every page of every tensor. The check covers every byte: crc32 of each row, made by the producer.
 """
 

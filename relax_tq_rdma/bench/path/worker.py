@@ -63,6 +63,7 @@ class _Worker:
         self._ends: dict[str, End] = {}
         self._shape = Shape(tier=1, rows=1)
         self._rows: list[Any] = []
+        self._stamped, self._sent = 0, [0]
         self._kept: dict[str, deque[Any]] = defaultdict(deque)
 
     def answer(self, command: Command) -> Answer:
@@ -79,6 +80,8 @@ class _Worker:
         elif isinstance(command, Fill):
             self._shape = command.shape
             self._rows = make_rows(command.shape) if self._produces else []
+            self._stamped = 0
+            gc.freeze()  # what is loaded now stays: a collection before each step needs not look at it
         elif isinstance(command, Clear):
             self._ends[command.case].clear(command.partition)
         elif isinstance(command, Forget):
@@ -93,11 +96,12 @@ class _Worker:
 
     def _put(self, command: Put) -> Moved:
         end = self._ends[command.case]
-        stamp(self._rows, self._shape, command.stamp)
-        sent = digests(self._rows)
+        if command.stamp != self._stamped:
+            stamp(self._rows, self._shape, command.stamp)
+            self._stamped, self._sent = command.stamp, digests(self._rows)
         indexes = end.prepare(self._rows, self._shape, command.partition)
         _, moved = _run(end, end.put, command.watch)
-        return msgspec.structs.replace(moved, indexes=indexes, digests=sent)
+        return msgspec.structs.replace(moved, indexes=indexes, digests=self._sent)
 
     def _get(self, command: Get) -> Moved:
         assert self._setup is not None
