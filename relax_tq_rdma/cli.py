@@ -73,6 +73,14 @@ def bench_path(ctx: typer.Context) -> None:
     _exit_with(run, ctx.args)
 
 
+@bench.command("soak", context_settings=_PASS_THROUGH, add_help_option=False)
+def bench_soak(ctx: typer.Context) -> None:
+    """Whether the data plane stays correct, and stays the same, under random load at the pool's cap."""
+    from relax_tq_rdma.bench.soak.cli import run
+
+    _exit_with(run, ctx.args)
+
+
 @bench.command("payload", context_settings=_PASS_THROUGH, add_help_option=False)
 def bench_payload(ctx: typer.Context) -> None:
     """What the row format costs on many small rows."""
