@@ -12,6 +12,7 @@ output per group that is being generated, and the members of the group hold that
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 from collections import Counter
@@ -195,7 +196,11 @@ class _Run:
         self._waiting = 0
         self._reported = False
         self._abandoned = False
-        self._task = asyncio.create_task(call.output())
+        self._task = asyncio.create_task(self._output())
+
+    async def _output(self) -> Output:
+        _current.set(None)  # in this task only: what the processor calls must never wait for this very run
+        return await self.call.output()
 
     @property
     def failed(self) -> bool:
@@ -233,10 +238,14 @@ def _checked(output: Any) -> Output:
 
 def _copy_containers(value: Any) -> Any:
     """Dicts, lists and tuples anew at every depth; what they hold (tensors, arrays, scalars) is shared."""
-    if type(value) is dict:
-        return {key: _copy_containers(item) for key, item in value.items()}
-    if type(value) is list:
-        return [_copy_containers(item) for item in value]
+    if isinstance(value, dict):
+        mapping = copy.copy(value)
+        mapping.update({key: _copy_containers(item) for key, item in value.items()})
+        return mapping
+    if isinstance(value, list):
+        items = copy.copy(value)
+        items[:] = [_copy_containers(item) for item in value]
+        return items
     if type(value) is tuple:
         return tuple(_copy_containers(item) for item in value)
     return value

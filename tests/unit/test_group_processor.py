@@ -7,6 +7,7 @@ import copy
 import gc
 import inspect
 import weakref
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -159,12 +160,15 @@ def test_nested_containers_are_not_shared_either() -> None:
         frames = [torch.zeros(1), torch.ones(1)]
 
         async def host(state: Any, args: Any, prompt: str, multimodal_inputs: Any) -> Output:
-            return [1], {"frames": [frames], "meta": {"fps": [1.0]}, "size": ([1], 2)}, 0.1
+            inputs = {"frames": [frames], "meta": OrderedDict(fps=[1.0]), "size": ([1], 2)}
+            return [1], OrderedDict(inputs), 0.1
 
         sharing = GroupProcessor()
         (_, a, _), (_, b, _) = await generate(sharing, make_group(2), member_of(sharing.share(host)))
+        assert type(a) is type(a["meta"]) is OrderedDict
         a["frames"][0].clear()
         a["meta"]["fps"].append(2.0)
+        a["meta"]["more"] = 1
         a["size"][0].append(3)
         assert b == {"frames": [frames], "meta": {"fps": [1.0]}, "size": ([1], 2)}
         assert b["frames"][0][0] is frames[0]
@@ -290,6 +294,16 @@ def test_when_the_last_member_that_waits_is_cancelled_so_is_the_run_and_the_next
         assert prompt_ids
         assert seconds == 2.0
         assert len(host.runs) == 2
+
+    run(main)
+
+
+def test_a_wrapper_around_a_wrapper_does_not_wait_for_itself() -> None:
+    async def main() -> None:
+        sharing, host = GroupProcessor(), HostProcessor()
+        twice = sharing.share(sharing.share(host))
+        await asyncio.wait_for(generate(sharing, make_group(4), member_of(twice)), timeout=5)
+        assert len(host.runs) == 1
 
     run(main)
 
