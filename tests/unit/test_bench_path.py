@@ -67,6 +67,7 @@ def test_tiers_may_be_given_again() -> None:
         (["--case", "engine", "--backend", "simple"], "no case is left to measure"),
         (["--case", "simple_l2_l3b"], "or --dup 8"),
         (["-o", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        (["-o", "/"], "-o /: a folder, not a file"),
         (["--tire", "1"], "unrecognized arguments: --tire 1"),
         (["--memcpy", "2"], "--memcpy"),
     ],

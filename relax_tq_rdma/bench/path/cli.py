@@ -7,6 +7,7 @@ import sys
 import time
 
 from relax_tq_rdma.bench.path.options import parse
+from relax_tq_rdma.errors import StartError
 
 
 def run(argv: list[str]) -> int:
@@ -30,12 +31,15 @@ def run(argv: list[str]) -> int:
         result = measure(options, say)
     whole = document(describe(options), result.cases, result.limits)
     text = json.dumps(whole, indent=2)
-    if options.output is not None:
-        options.output.write_text(text + "\n", encoding="utf-8")
     if options.json:
         print(text)
     else:
         show(whole, result)
+    if options.output is not None:
+        try:
+            options.output.write_text(text + "\n", encoding="utf-8")
+        except OSError as exc:
+            raise StartError(f"-o {options.output} cannot be written: {(exc.strerror or str(exc)).lower()}") from None
     return 1 if any(case.not_measured for case in result.cases) else 0
 
 

@@ -50,6 +50,8 @@ def parse(argv: Sequence[str]) -> Options:
         )
     if args.rows % args.dup:
         raise UsageError(f"--rows {args.rows} cannot be cut into groups of --dup {args.dup}")
+    if args.output is not None and args.output.is_dir():
+        raise UsageError(f"-o {args.output}: a folder, not a file")
     if args.output is not None and not args.output.absolute().parent.is_dir():
         raise UsageError(f"-o {args.output}: there is no folder {args.output.absolute().parent}")
     return Options(

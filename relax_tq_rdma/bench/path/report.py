@@ -33,7 +33,10 @@ def show(whole: dict[str, Any], result: Result) -> None:
             if case.not_measured:
                 console.print(f"{case.case}: not measured: {case.not_measured}", markup=False)
         console.print("limits, GB/s: " + ", ".join(f"{text} {_number(gbs[name])}" for name, text in _LIMITS.items()))
-        console.print(_ratios(whole["ratios_by_tier"][str(tier)], whole["ratios_of_best_by_tier"][str(tier)]))
+        medians, best = (whole[key][str(tier)] for key in ("ratios_by_tier", "ratios_of_best_by_tier"))
+        console.print(_ratios(medians, best))
+        missing = [name for name, value in medians.items() if value is None]
+        console.print(f"ratios not measured: {', '.join(missing) or 'none'}\n")
 
 
 def _header(shared: dict[str, Any]) -> str:
@@ -46,15 +49,11 @@ def _header(shared: dict[str, Any]) -> str:
 
 
 def _ratios(medians: dict[str, float | None], best: dict[str, float | None]) -> Table:
-    table = Table("ratio", "of medians", "of best", caption=f"not measured: {', '.join(_missing(medians)) or 'none'}")
+    table = Table("ratio", "of medians", "of best")
     for name, value in medians.items():
         if value is not None:
             table.add_row(name, _number(value), _number(best[name]))
     return table
-
-
-def _missing(ratios: dict[str, float | None]) -> list[str]:
-    return [name for name, value in ratios.items() if value is None]
 
 
 def _table(tier: int, cases: list[CaseFigures], limits: dict[str, float | None]) -> Table:
