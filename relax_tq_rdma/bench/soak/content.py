@@ -239,8 +239,9 @@ class Content:
             tensors, shape = [value], leaf.shape
         start, nbytes = leaf.start, math.prod(shape) * dtype.itemsize
         for tensor in tensors:
-            found = (type(tensor), tensor.dtype, tuple(tensor.shape), tensor.is_contiguous())
-            _must(found == (torch.Tensor, dtype, shape, True), f"{leaf.key}: {found} instead of {(dtype, shape)}")
+            _must(type(tensor) is torch.Tensor, f"{leaf.key}: a {type(tensor).__name__} instead of a tensor")
+            found = (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous())
+            _must(found == (dtype, shape, True), f"{leaf.key}: {found} instead of {(dtype, shape, True)}")
             self._compare(leaf.key, start, tensor)
             start += nbytes
         return int(nbytes) * len(tensors)

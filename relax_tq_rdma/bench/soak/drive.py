@@ -39,7 +39,7 @@ _STILL_SECONDS = 240.0
 """Without any answer for so long nothing will come any more: longer than every deadline of the plugin itself."""
 
 _COUNT_SECONDS = 60.0
-_PROGRESS_SECONDS = 30.0
+_PROGRESS_SECONDS = 10.0
 
 
 class Fault(Exception):

@@ -88,7 +88,10 @@ class End:
 
     def last_words(self) -> str:
         """The last line of its log."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        try:
+            lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        except OSError as exc:  # a long run may outlive what lies in a folder for temporary files
+            return f"its log is gone ({exc.strerror})"
         return f"its last words: {lines[-1][:300]}" if lines else "it said nothing"
 
     def _gone(self) -> EndGone:

@@ -22,7 +22,10 @@ LENT_SHARE = 0.75
 MARK_BYTES = 64
 """A segment's mark: what a producer leaves in its store as long as it runs."""
 
-_RSS_SHARE, _RSS_BYTES = 0.05, 64 * MIB
+_RSS_BYTES, _RSS_SHARE, _RSS_SHARE_AT_FIRST = 64 * MIB, 0.05, 0.25
+_SETTLED_SECONDS = 300.0
+"""Allowed growth of resident memory; more is allowed in a short run, in which caches and heaps still fill."""
+
 _MORE = 4
 """Descriptors or threads that a process may have more: pools of threads and sockets grow to their size by and by."""
 
@@ -83,11 +86,12 @@ def growth(samples: Sequence[Sample]) -> list[Growth]:
         return []
     third = len(samples) // 3
     middle, last = samples[-2 * third : -third], samples[-third:]
+    share = _RSS_SHARE if samples[-1].at >= _SETTLED_SECONDS else _RSS_SHARE_AT_FIRST
     found = []
     for name in samples[-1].processes:
         for what, figure in _FIGURES.items():
             before, after = (statistics.median(figure(sample, name) for sample in some) for some in (middle, last))
-            allowed = max(_RSS_BYTES, before * _RSS_SHARE) if what == "rss" else _MORE
+            allowed = max(_RSS_BYTES, before * share) if what == "rss" else _MORE
             found.append(Growth(process=name, what=what, middle=before, last=after, allowed=allowed))
     return found
 
