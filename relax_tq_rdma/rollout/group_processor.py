@@ -176,11 +176,7 @@ class _Group:
             run = self._run = _Run(call)
         else:
             self._counts.served += 1
-        try:
-            return await run.join()
-        finally:
-            if run.failed and self._run is run:
-                self._run = None
+        return await run.join()
 
     def close(self) -> None:
         """The group is done. Members that still wait get the output they wait for; later calls run on their own."""
