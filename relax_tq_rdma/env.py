@@ -65,7 +65,7 @@ DEDUP_CACHE_MB = Variable(
 )
 RECYCLED_MB = Variable(
     "RTQ_RECYCLED_MB",
-    "1024",
+    "256",
     "memory of finished batches that a process keeps to build the next ones in, in MiB",
 )
 PAYLOAD_CHECKSUM = Variable(

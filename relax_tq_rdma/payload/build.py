@@ -21,6 +21,7 @@ from relax_tq_rdma.payload.dtypes import NUMPY_DTYPES, TORCH_KINDS, TorchKind
 from relax_tq_rdma.payload.format import (
     ALIGN,
     CHECKSUM_BLOCK,
+    MAX_DIMENSIONS,
     ArrayEntry,
     DictEntry,
     Entry,
@@ -33,6 +34,11 @@ from relax_tq_rdma.payload.format import (
     TupleEntry,
 )
 
+SMALL_BYTES = 4096
+LARGE_BYTES = 1 << 20
+"""A tensor of up to the former in a piece of memory from the latter on is copied out of it."""
+
+_NUMPY_DIMENSIONS = 32  # of numpy 1; numpy 2 has 64
 _CPU = torch.device("cpu")
 
 
@@ -106,6 +112,8 @@ class _Builder(ABC):
         Checked: the shape fits the bytes, and they lie in the data section, aligned, after those of the entry before.
         """
         offset, nbytes = entry.offset, entry.nbytes
+        if len(entry.shape) > MAX_DIMENSIONS:
+            raise RowFormatError(f"{entry.key!r}: {len(entry.shape)} dimensions, a row holds {MAX_DIMENSIONS}")
         if prod(entry.shape) * itemsize != nbytes:
             raise RowFormatError(f"{entry.key!r}: shape {entry.shape} of {entry.dtype} is not {nbytes} bytes")
         if not nbytes:
@@ -176,7 +184,11 @@ class PiecesBuilder(_Builder):
 
 def _host_tensor(view: memoryview, at: int, kind: TorchKind, entry: TensorEntry) -> Tensor:
     dtype, itemsize, twin = kind
-    if twin is not None:  # half the cost of frombuffer for a shape of several dimensions
+    if entry.nbytes <= SMALL_BYTES < LARGE_BYTES <= len(view):
+        # A view of it would keep the whole row: a few bytes kept for long must not hold megabytes.
+        view, at = memoryview(bytearray(view[at : at + entry.nbytes])), 0
+    if twin is not None and len(entry.shape) <= _NUMPY_DIMENSIONS:
+        # half the cost of frombuffer for a shape of several dimensions
         return torch.from_numpy(np.ndarray(entry.shape, twin, view, at))
     flat = torch.frombuffer(view, dtype=dtype, count=entry.nbytes // itemsize, offset=at)
     # to as many elements, so it sets the shape only; a view would hold on to a base tensor

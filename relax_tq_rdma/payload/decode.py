@@ -76,7 +76,7 @@ def is_encoded(value: object) -> bool:
     """Whether a value a store gave back is an encoded row (of any version) rather than an original object."""
     if isinstance(value, Tensor):
         return value.dtype is torch.uint8 and value.dim() == 1 and is_row(bytes(value[:4].tolist()))
-    return isinstance(value, memoryview) and value.c_contiguous and is_row(bytes(value.cast("B")[:4]))
+    return isinstance(value, memoryview) and value.c_contiguous and is_row(bytes(_flat_view(value)[:4]))
 
 
 class Row:
@@ -112,12 +112,20 @@ class Row:
         memory = self._memory
         return Row(memory.cpu().numpy().data if isinstance(memory, Tensor) else _joined(memory, allocate), self.frame)
 
+    def verify(self) -> None:
+        """Check the payload's checksum, if the row has one.
+
+        Raises:
+            RowFormatError: a bit of the payload has changed.
+        """
+        if self.frame.header.checksum:
+            _verify(self._memory)
+
     def decode(self, *, copy: bool = False, allocate: Allocator = ordinary_memory) -> dict[Any, Any] | None:
         """The row's value; see ``decode_row``. Each call with ``copy`` gives independent memory, from ``allocate``."""
         memory, frame = self._memory, self.frame
         header = frame.header
-        if header.checksum:
-            _verify(memory)
+        self.verify()
         if header.none:
             return None
         if header.ref is not None:
@@ -138,12 +146,18 @@ class Row:
 
 
 def _view(row: Tensor | memoryview) -> memoryview:
-    return _checked(row).numpy().data if isinstance(row, Tensor) else _flat_view(row)
+    if isinstance(row, Tensor):
+        return _checked(row).cpu().numpy().data
+    if isinstance(row, memoryview):
+        return _flat_view(row)
+    raise RowFormatError(f"a row is a tensor or a memoryview, this is a {type(row).__name__}")
 
 
 def _flat_view(row: memoryview) -> memoryview:
     if not row.c_contiguous:
         raise RowFormatError("a row is contiguous bytes, this memoryview has gaps")
+    if not row.nbytes:
+        return memoryview(b"")  # one of several dimensions cannot be cast
     return row if row.format == "B" and row.ndim == 1 else row.cast("B")
 
 

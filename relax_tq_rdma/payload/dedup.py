@@ -23,7 +23,7 @@ from relax_tq_rdma.payload.format import Bytes
 from relax_tq_rdma.payload.plan import Leaf, RowPlan, leaf_bytes
 
 MIN_BYTES = 1024
-"""Rows with less payload are not worth a reference: it takes 200 bytes and may cost the reader a second fetch."""
+"""Rows of less are not worth a reference: it takes 200 bytes and may cost the reader a second fetch."""
 
 _SAMPLE_BLOCK = 1024
 _SAMPLE_BLOCKS = 16
@@ -39,7 +39,7 @@ def find_sources(plans: Sequence[RowPlan | None]) -> list[int]:
     sources = list(range(len(plans)))
     classes: dict[bytes, _Class] = {}
     for ordinal, plan in enumerate(plans):
-        if plan is None or plan.entries is None or plan.size < MIN_BYTES:
+        if plan is None or plan.entries is None or plan.size + len(plan.entries) < MIN_BYTES:
             continue
         known = classes.get(plan.entries)
         if known is None:

@@ -27,7 +27,7 @@ from relax_tq_rdma.payload.format import (
     encode_frame,
     payload_crc,
 )
-from relax_tq_rdma.payload.plan import Leaf, RowPlan, Unrepresentable, leaf_bytes, plan_row
+from relax_tq_rdma.payload.plan import Leaf, RowPlan, Unrepresentable, Unsendable, leaf_bytes, plan_row
 
 Allocator = Callable[[int], Tensor]
 """Bytes wanted -> a contiguous 1-D CPU uint8 tensor of at least that many, e.g. over a staging lease."""
@@ -81,12 +81,14 @@ class ColumnPlan:
         rows: the rows as given; they must not change until they are written.
         put: 128-bit id of this put.
         reasons: row ordinal -> why the row stays as it is.
+        refused: ordinals of those that have no plain bytes, so that raw they cannot be carried either (FC-42).
         sources: row ordinal -> ordinal of the row that holds its bytes; itself unless the row is a reference.
     """
 
     rows: Sequence[object]
     put: bytes
     reasons: dict[int, str]
+    refused: set[int]
     sources: list[int]
     checksum: bool
     _plans: list[RowPlan | None]
@@ -195,10 +197,10 @@ def plan_column(
     put = os.urandom(PUT_ID_BYTES) if put_id is None else put_id
     if len(put) != PUT_ID_BYTES:
         raise ValueError(f"a put id is {PUT_ID_BYTES} bytes, not {len(put)}")
-    plans, reasons = _plan_all(rows)
+    plans, reasons, refused = _plan_all(rows)
     sources = list(range(len(rows))) if dedup_indexes is None else find_sources(plans)
     frames = _frames(plans, sources, dedup_indexes, put, checksum)
-    return ColumnPlan(rows, put, reasons, sources, checksum, plans, frames)
+    return ColumnPlan(rows, put, reasons, refused, sources, checksum, plans, frames)
 
 
 def encode_column(
@@ -251,16 +253,19 @@ def ordinary_memory(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _plan_all(rows: Sequence[object]) -> tuple[list[RowPlan | None], dict[int, str]]:
+def _plan_all(rows: Sequence[object]) -> tuple[list[RowPlan | None], dict[int, str], set[int]]:
     plans: list[RowPlan | None] = []
     reasons: dict[int, str] = {}
+    refused: set[int] = set()
     for ordinal, row in enumerate(rows):
         try:
             plans.append(plan_row(row))
         except Unrepresentable as exc:
             plans.append(None)
             reasons[ordinal] = str(exc)
-    return plans, reasons
+            if isinstance(exc, Unsendable):
+                refused.add(ordinal)
+    return plans, reasons, refused
 
 
 def _frames(

@@ -26,6 +26,7 @@ MAGIC = b"RTQ1"
 VERSION = 1
 ALIGN = 64  # cache line, and the alignment torch gives its own tensors
 PUT_ID_BYTES = 16
+MAX_DIMENSIONS = 64  # of a tensor; numpy's own limit too
 MAX_HEADER_BYTES = 64 << 20  # far above any real header; a damaged length must not cost gigabytes
 CHECKSUM_BLOCK = ALIGN  # the optional trailer; the crc is its last four bytes, so that no bit of a row is unprotected
 

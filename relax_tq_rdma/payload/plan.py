@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from relax_tq_rdma.payload.dtypes import NUMPY_NAMES, NUMPY_SCALARS, TORCH_NAMES
 from relax_tq_rdma.payload.format import (
+    MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
     ArrayEntry,
     Bytes,
@@ -42,6 +43,10 @@ Leaf = tuple[Union[Tensor, np.ndarray[Any, Any]], int, int]  # noqa: UP007
 
 class Unrepresentable(Exception):
     """A row that the format cannot hold exactly. The text is the reason; callers keep the original object."""
+
+
+class Unsendable(Unrepresentable):
+    """A value without plain bytes, which the way of raw rows cannot carry either (FC-42)."""
 
 
 class RowPlan(NamedTuple):
@@ -73,7 +78,7 @@ def plan_row(row: object) -> RowPlan:
         try:
             entries.append(walk.entry(value, key, 0))
         except Unrepresentable as exc:
-            raise Unrepresentable(f"{key!r}: {exc}") from None
+            raise type(exc)(f"{key!r}: {exc}") from None
     return RowPlan(_encode(entries), walk.leaves, walk.size)
 
 
@@ -129,7 +134,12 @@ class _Walk:
             or tensor.is_nested
             or not (tensor.is_cpu or tensor.is_cuda)
         ):
-            raise Unrepresentable(_why_not(tensor))
+            has_bytes = (
+                tensor.layout in (torch.strided, torch.jagged) and not tensor.is_meta and not tensor.is_quantized
+            )
+            raise (Unrepresentable if has_bytes else Unsendable)(_why_not(tensor))
+        if tensor.dim() > MAX_DIMENSIONS:
+            raise Unrepresentable(f"a tensor of {tensor.dim()} dimensions")
         nbytes = tensor.nbytes
         if nbytes and not tensor.data_ptr():
             raise Unrepresentable("a tensor whose storage was freed")

@@ -8,7 +8,8 @@ from typing import Any
 
 from transfer_queue.metadata import BatchMeta
 
-from relax_tq_rdma.payload import ColumnPlan, Row, is_encoded, open_pieces, open_row
+from relax_tq_rdma.errors import TransferError
+from relax_tq_rdma.payload import ColumnPlan, Row, open_pieces, open_row
 from relax_tq_rdma.staging.columns import rows_of
 from relax_tq_rdma.staging.errors import GONE, StoreFault
 from relax_tq_rdma.staging.payload_mixin import FIELD, PayloadMixin
@@ -29,10 +30,10 @@ class SimpleCarrier(PayloadMixin):
         ]
 
     def _row_of(self, carrier: Any) -> Row | None:
-        if type(carrier) is not dict or list(carrier) != [CARRIER_KEY]:
+        # Told by its shape, not by its bytes: a damaged row must be an error, never a raw row.
+        if type(carrier) is not dict or list(carrier) != [CARRIER_KEY] or type(carrier[CARRIER_KEY]) is not list:
             return None
-        pieces = carrier[CARRIER_KEY]
-        return open_pieces(pieces) if type(pieces) is list and pieces and is_encoded(pieces[0]) else None
+        return open_pieces(carrier[CARRIER_KEY])
 
     async def _fetch(self, wanted: Sequence[Wanted], metadata: Any) -> list[Any]:
         where = {want.index: want.partition for want in wanted}
@@ -42,7 +43,9 @@ class SimpleCarrier(PayloadMixin):
         except (KeyError, RuntimeError) as exc:
             if "not found" not in str(exc):
                 raise
-            raise vanished(wanted[0]) from exc
+            if len(wanted) == 1:
+                raise vanished(wanted[0]) from exc
+            return [carrier for want in wanted for carrier in await self._fetch([want], metadata)]  # which one?
         carriers = dict(zip(where, rows_of(data, FIELD) or (), strict=True))
         return [carriers[want.index] for want in wanted]
 
@@ -72,5 +75,8 @@ class MooncakeCarrier(PayloadMixin):
         except StoreFault as fault:
             if fault.code not in GONE:
                 raise
-            raise vanished(wanted[0]) from fault
+            gone = next((want for want, key in zip(wanted, keys, strict=True) if key in fault.keys), wanted[0])
+            raise vanished(gone) from fault
+        except (MemoryError, RuntimeError) as exc:
+            raise TransferError(f"payload that rows refer to cannot be read: {exc}") from exc
         return values

@@ -160,8 +160,8 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
         unknown = [one.key for one in every if not one.is_known]
         if unknown:
             raise StoreFault(
-                "put by a process in which the plugin is not active",
-                "install relax-tq-rdma on every node and let every worker load it",
+                "never put, or put by a process in which the plugin is not active",
+                "put every field that is asked for, in processes that load relax-tq-rdma",
                 unknown,
             )
         by_gdr: list[Value] = []

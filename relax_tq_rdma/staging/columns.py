@@ -18,7 +18,7 @@ def rows_of(data: Any, field: str) -> list[Any] | None:
         data: a ``TensorDict`` whose first batch dimension is the rows.
         field: name of the column.
     """
-    column = data.get(field, None)
+    column = data.get(field, None) if len(data.batch_size) == 1 else None
     if isinstance(column, NonTensorStack):
         rows = column.tolist()
     elif isinstance(column, NonTensorData) and (column.data is None or type(column.data) is dict):

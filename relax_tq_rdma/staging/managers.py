@@ -28,6 +28,7 @@ from relax_tq_rdma.accounting import AccountingMixin
 from relax_tq_rdma.errors import TransferError
 from relax_tq_rdma.section import read_section
 from relax_tq_rdma.staging.carriers import MooncakeCarrier, SimpleCarrier
+from relax_tq_rdma.staging.claims import claiming, current_claim
 from relax_tq_rdma.staging.columns import as_column
 from relax_tq_rdma.staging.errors import RESTART, StoreFault, where
 from relax_tq_rdma.staging.job import join_job
@@ -155,12 +156,32 @@ class DataplaneMooncakeStorageManager(_ManagerOfJob, AccountingMixin, MooncakeCa
     """``MooncakeStorageManager`` of a job that uses the plugin; its client is the plugin's, by name."""
 
     _upstream = MooncakeStorageManager
+    _client: Any = None
+
+    @property
+    def storage_client(self) -> Any:
+        """The client; in a put, what keeps account of that put."""
+        return current_claim() or self._client
+
+    @storage_client.setter
+    def storage_client(self, client: Any) -> None:
+        self._client = client
 
     async def put_data(self, data: Any, metadata: Any, data_parser: Callable[[Any], Any] | None = None) -> None:
         """As above; an overwrite goes to a new generation, and the old one is removed when the new one is announced."""
         fields = list(data.keys())
         before = [{field: meta[field] for field in fields if field in meta} for meta in metadata._custom_backend_meta]
-        await super().put_data(data, metadata, data_parser)
+        with claiming(self._client) as claim:
+            try:
+                await super().put_data(data, metadata, data_parser)
+            except BaseException:
+                for meta, old in zip(metadata._custom_backend_meta, before, strict=True):
+                    for field in fields:
+                        meta.pop(field, None)
+                    meta.update(old)
+                # In a thread that nobody waits for: a cancelled caller must get on, and the store may take its time.
+                asyncio.get_running_loop().run_in_executor(None, claim.give_up)
+                raise
         replaced = {
             f"{index}@{field}": meta
             for index, old in zip(metadata.global_indexes, before, strict=True)
@@ -173,9 +194,8 @@ class DataplaneMooncakeStorageManager(_ManagerOfJob, AccountingMixin, MooncakeCa
     def close(self) -> None:
         """Close upstream's part, then leave the store: upstream leaves the segment at the master (contract §13)."""
         super().close()
-        client = getattr(self, "storage_client", None)
-        if client is not None:
-            client.close()
+        if self._client is not None:
+            self._client.close()
 
     def _merge_tensors_to_tensordict(self, metadata: Any, values: list[Any]) -> Any:
         """As upstream (values are field by field, sorted), but a column is a view of what was read, not a copy of it.

@@ -11,13 +11,20 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from relax_tq_rdma import accounting, env
 from relax_tq_rdma.errors import TransferError
-from relax_tq_rdma.payload import ColumnPlan, Row, RowFormatError, plan_column, plan_resolution
+from relax_tq_rdma.payload import (
+    ColumnPlan,
+    Row,
+    RowFormatError,
+    StaleReferenceError,
+    plan_column,
+    plan_resolution,
+)
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.staging.columns import rows_of, with_rows
 from relax_tq_rdma.staging.recycled import Recycled
@@ -58,16 +65,24 @@ class PayloadMixin(ABC, _Manager):
 
     async def put_data(self, data: Any, metadata: Any, data_parser: Any = None) -> None:
         rows = rows_of(data, FIELD) if self._settings.normalize_multimodal else None
-        if rows is not None and data_parser is not None:
-            self._tell("a data_parser reads the rows in the storage", metadata, len(rows))
-            rows = None
-        if rows is None:
-            return await super().put_data(data, metadata, data_parser)  # type: ignore[safe-super]
+        if rows is None or data_parser is not None:
+            await super().put_data(data, metadata, data_parser)  # type: ignore[safe-super]
+            if rows is not None:
+                self._tell("a data_parser reads the rows in the storage", metadata, len(rows))
+            return
         indexes = metadata.global_indexes if self._settings.dedup_multimodal else None
+        if indexes is not None and len(set(indexes)) != len(indexes):
+            twice = next(index for index, times in Counter(indexes).items() if times > 1)
+            raise TransferError(
+                f"row {twice} of partition {_step(metadata)} is put twice in one batch: put each row once"
+            )
         plan, carriers = await asyncio.to_thread(self._encode, rows, indexes)
-        for reason in dict.fromkeys(plan.reasons.values()):
-            self._tell(reason, metadata, sum(found == reason for found in plan.reasons.values()))
+        for ordinal in sorted(plan.refused):
+            with _naming_row(metadata, ordinal, "stored"):
+                raise RowFormatError(f"{plan.reasons[ordinal]}: put it as a dense tensor")
         await super().put_data(with_rows(data, FIELD, carriers), metadata, data_parser)  # type: ignore[safe-super]
+        for reason, count in Counter(plan.reasons.values()).items():
+            self._tell(reason, metadata, count)
         accounting.took_fast_path(FIELD, plan.encoded)
         accounting.record_wire(
             FIELD,
@@ -84,9 +99,20 @@ class PayloadMixin(ABC, _Manager):
         fast = [position for position, row in enumerate(opened) if row is not None]
         if rows is None or not fast:
             return data
-        sources = await self._resolve(opened, metadata)
+        try:
+            sources, moved = await self._resolve(opened, metadata)
+        except StaleReferenceError as exc:
+            place = f"field {FIELD} of partition {_step(metadata)}"
+            raise StaleReferenceError(f"{place}: {exc}; clear the rows of a put together") from exc
         values = await asyncio.to_thread(self._decode, rows, opened, sources, metadata)
         accounting.took_fast_path(FIELD, fast)
+        accounting.record_wire(
+            FIELD,
+            "get",
+            wire_bytes=sum(row.nbytes for row in (*opened, *moved) if row is not None),
+            saved_bytes=sum(row.payload_bytes for row in sources.values()) - sum(row.payload_bytes for row in moved),
+            step=_step(metadata),
+        )
         return with_rows(data, FIELD, values)
 
     async def clear_data(self, metadata: Any) -> None:
@@ -122,8 +148,8 @@ class PayloadMixin(ABC, _Manager):
                 opened.append(self._row_of(row))
         return opened
 
-    async def _resolve(self, rows: Sequence[Row | None], metadata: Any) -> dict[int, Row]:
-        """The source of each reference, by the reference's position in the batch."""
+    async def _resolve(self, rows: Sequence[Row | None], metadata: Any) -> tuple[dict[int, Row], list[Row]]:
+        """The source of each reference, by the reference's position in the batch, and the sources read for it."""
         plan = plan_resolution(rows, metadata.global_indexes)
         found: dict[int, Row] = {}
         for position, source in plan.inside.items():
@@ -139,10 +165,7 @@ class PayloadMixin(ABC, _Manager):
                 for served in await self._sources.serve(wanted, partial(self._fetch_rows, metadata)):
                     moved += [served.row] if served.was_read else []
                     found.update(dict.fromkeys(served.want.positions, served.row))
-        saved = sum(row.payload_bytes for row in found.values()) - sum(row.payload_bytes for row in moved)
-        wire = sum(row.nbytes for row in (*rows, *moved) if row is not None)
-        accounting.record_wire(FIELD, "get", wire_bytes=wire, saved_bytes=saved, step=_step(metadata))
-        return found
+        return found, moved
 
     def _lasting(self, rows: Sequence[Row | None], inside: Iterable[int]) -> list[int]:
         """Positions of the sources that rows outside this batch refer to: this process may read those next."""
@@ -153,11 +176,20 @@ class PayloadMixin(ABC, _Manager):
         for at in positions:
             row = rows[at]
             assert row is not None
+            with _naming_row(metadata, at):
+                row.verify()
             source = (row.header.put, row.header.ord)
             self._sources.cache.keep(source, row, metadata.partition_ids[at], metadata.global_indexes[at])
 
     async def _fetch_rows(self, metadata: Any, wanted: Sequence[Wanted]) -> list[Row | None]:
-        return [self._row_of(carrier) for carrier in await self._fetch(wanted, metadata)]
+        rows = []
+        for want, carrier in zip(wanted, await self._fetch(wanted, metadata), strict=True):
+            with _naming(want.partition, want.index):
+                row = self._row_of(carrier)
+                if row is not None:
+                    row.verify()  # before it is kept, or every later reader would get the damaged one
+                rows.append(row)
+        return rows
 
     def _decode(
         self, rows: list[Any], opened: Sequence[Row | None], sources: Mapping[int, Row], metadata: Any
@@ -194,14 +226,17 @@ class PayloadMixin(ABC, _Manager):
         """
 
 
+def _naming_row(metadata: Any, position: int, what: str = "decoded") -> AbstractContextManager[None]:
+    return _naming(metadata.partition_ids[position], metadata.global_indexes[position], what)
+
+
 @contextmanager
-def _naming_row(metadata: Any, position: int) -> Iterator[None]:
+def _naming(partition: str, index: int, what: str = "decoded") -> Iterator[None]:
     """Faults of a row's bytes inside the block say whose they are."""
     try:
         yield
     except RowFormatError as exc:
-        place = f"partition {metadata.partition_ids[position]}, row {metadata.global_indexes[position]}"
-        raise TransferError(f"field {FIELD} of {place} cannot be decoded: {exc}") from exc
+        raise TransferError(f"field {FIELD} of partition {partition}, row {index} cannot be {what}: {exc}") from exc
 
 
 def _step(metadata: Any) -> str:

@@ -157,7 +157,9 @@ class Pool:
             return
         start = np.frombuffer(lease.buffer, np.uint8).ctypes.data
         del lease  # the addresses stay the pool's; populating changes no byte of whoever has them by then
-        threading.Thread(target=_populate, args=(start, start + self.capacity), daemon=True, name="staging-pool-warm").start()
+        threading.Thread(
+            target=_populate, args=(start, start + self.capacity), daemon=True, name="staging-pool-warm"
+        ).start()
 
 
 def _populate(start: int, end: int) -> None:

@@ -109,8 +109,14 @@ Raises:
 class SourceReader:
     """Reads each source at most once, also when several gets want it at the same time; its own loop each may have."""
 
-    def __init__(self, cache: SourceCache) -> None:
+    def __init__(self, cache: SourceCache, patience: float = 90.0) -> None:
+        """
+        Args:
+            cache: where sources are kept.
+            patience: seconds to wait for a source that another get is reading, before reading it too.
+        """
         self.cache = cache
+        self._patience = patience
         self._reading: dict[SourceId, Future[Row]] = {}
         self._lock = threading.Lock()
 
@@ -140,15 +146,24 @@ class SourceReader:
             served += await self._read(mine, fetch)
         for want, promise in others:
             try:
-                served.append(Served(want, await asyncio.wrap_future(promise), False))
-            except _GivenUp:  # by a get that was cancelled: now it is this one's turn
+                row = await asyncio.wait_for(asyncio.wrap_future(promise), self._patience)
+            except _GivenUp:  # by a get that failed or was cancelled: now it is this one's turn
                 served += await self.serve([want], fetch)
+            except asyncio.TimeoutError:  # its loop may have ended in mid-read
+                self._forget([(want, promise)])
+                served += await self.serve([want], fetch)
+            else:
+                served.append(Served(want, row, False))
         for one in served:
             check_source(one.want.referrer, one.row)
         return served
 
     async def _read(self, mine: Sequence[tuple[Wanted, Future[Row]]], fetch: Fetch) -> list[Served]:
-        """Read sources and tell everyone who waits for them, also when it fails."""
+        """Read sources and tell everyone who waits for them.
+
+        A failure is this get's own: the others read for themselves. (A promise that held the exception would also close
+        a cycle through its traceback, and what was read would stay on loan until a garbage collection.)
+        """
         served = []
         try:
             rows = await fetch([want for want, _ in mine])
@@ -158,20 +173,22 @@ class SourceReader:
                 kept = await asyncio.to_thread(self.cache.keep, want.source, row, want.partition, want.index)
                 promise.set_result(kept)
                 served.append(Served(want, kept, True))
-        except BaseException as exc:
+        finally:
+            self._forget(mine)
             for _, promise in mine:
                 if not promise.done():
-                    promise.set_exception(_GivenUp() if isinstance(exc, asyncio.CancelledError) else exc)
-            raise
-        finally:
-            with self._lock:
-                for want, _ in mine:
-                    del self._reading[want.source]
+                    promise.set_exception(_GivenUp())
         return served
+
+    def _forget(self, promises: Sequence[tuple[Wanted, Future[Row]]]) -> None:
+        with self._lock:
+            for want, promise in promises:
+                if self._reading.get(want.source) is promise:
+                    del self._reading[want.source]
 
 
 class _GivenUp(Exception):
-    """The get that was to read a source was cancelled."""
+    """The get that was to read a source failed or was cancelled."""
 
 
 def wanted_sources(

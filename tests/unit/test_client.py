@@ -245,7 +245,7 @@ def test_a_removal_that_fails_is_not_passed_over(make_client: MakeClient) -> Non
 
 def test_a_value_that_was_put_without_the_plugin_is_named(make_client: MakeClient) -> None:
     client = make_client(StrictStore())
-    with pytest.raises(StoreFault, match=r"field x \(row 3\): put by a process in which the plugin is not active"):
+    with pytest.raises(StoreFault, match=r"field x \(row 3\): never put, or put by a process in which the plugin is"):
         client.get(["3@x"], custom_backend_meta=[None])
 
 

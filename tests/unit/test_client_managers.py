@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -282,3 +284,47 @@ def test_a_forked_child_refuses_the_parents_manager(make_manager: Make) -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# --- a put that fails or is cancelled leaves nothing ----------------------------------------------------------------
+
+
+def test_a_put_that_is_cancelled_while_it_stores_leaves_nothing(
+    make_manager: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StrictStore()
+    manager = make_manager(store)
+    meta = meta_of(3, ["tokens", "pictures"])
+    asyncio.run(manager.put_data(batch(), meta))
+    announced, kept = copy.deepcopy(meta._custom_backend_meta), set(store.stored())
+    slow = store.batch_upsert_from
+
+    def slowly(*arguments: Any, **more: Any) -> Any:
+        time.sleep(0.4)
+        return slow(*arguments, **more)
+
+    monkeypatch.setattr(store, "batch_upsert_from", slowly)
+
+    async def cancelled() -> None:
+        put = asyncio.create_task(manager.put_data(batch(), meta))
+        await asyncio.sleep(0.2)
+        put.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await put
+
+    asyncio.run(cancelled())  # its end waits for the executor
+    assert set(store.stored()) == kept
+    assert meta._custom_backend_meta == announced
+    asyncio.run(manager.clear_data(meta))
+    assert store.stored() == []
+
+
+def test_a_put_that_the_controller_refuses_leaves_nothing(make_manager: Make) -> None:
+    store = StrictStore()
+    refuse = [answer(ZMQRequestType.NOTIFY_DATA_UPDATE_ACK, success=False, message="no")]
+    manager = make_manager(store, answers=lambda message: refuse)
+    meta = meta_of(3, ["tokens", "pictures"])
+    with pytest.raises(TransferError, match="refused to record it"):
+        asyncio.run(manager.put_data(batch(), meta))
+    assert store.stored() == []
+    assert meta._custom_backend_meta == [{}, {}, {}]

@@ -166,9 +166,15 @@ def test_hashing_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_small_and_empty_rows_are_not_worth_a_reference() -> None:
-    for row in (None, {}, {"text": "x" * 5000}, {"x": torch.zeros(8)}):
+    for row in (None, {}, {"text": "x" * 500}, {"x": torch.zeros(8)}):
         assert sources_of([row, copy.deepcopy(row)]) == [0, 1]
     assert find_sources([None, None]) == [0, 1]
+
+
+def test_payload_in_the_header_is_payload_too() -> None:
+    image = {"image": bytes(range(256)) * 100}
+    other = {"image": bytes(range(1, 256)) * 100}
+    assert sources_of([image, copy.deepcopy(image), other]) == [0, 0, 2]
 
 
 def test_reused_addresses_do_not_bring_back_the_dead() -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from transfer_queue.utils import serial_utils
 from relax_tq_rdma import accounting
 from relax_tq_rdma.accounting import SlowPathError, assert_fast_path
 from relax_tq_rdma.errors import TransferError
-from relax_tq_rdma.payload import StaleReferenceError, explain
+from relax_tq_rdma.payload import Row, StaleReferenceError, decode_row, encode_rows, explain
 from relax_tq_rdma.payload.encode import PIECE_BYTES
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.staging.carriers import CARRIER_KEY, SimpleCarrier
@@ -469,3 +471,157 @@ def test_the_cache_is_bounded_and_what_does_not_fit_is_read_again(monkeypatch: p
     one, two = get(manager, [51, 52])
     one["pixel_values"].zero_()
     assert same(two, huge[2])
+
+
+# --- what must be refused or must not spread ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bit", range(32))
+def test_a_flipped_bit_of_the_magic_is_an_error_not_a_raw_row(bit: int) -> None:
+    unit = Unit()
+    put(Manager(unit), [picture(1)])
+    unit.data.field_data[FIELD][0][CARRIER_KEY][0][bit // 8] ^= 1 << bit % 8
+    with pytest.raises(TransferError, match="partition train_1, row 0 cannot be decoded"):
+        get(Manager(unit), [0])
+
+
+@pytest.mark.parametrize("pieces", [[], [None], [torch.zeros(0, dtype=torch.uint8)], ["RTQ1"], [torch.ones(80)]])
+def test_a_malformed_carrier_is_a_named_error(pieces: list[Any]) -> None:
+    unit = Unit()
+    put(Manager(unit), [picture(1)])
+    unit.data.field_data[FIELD][0] = {CARRIER_KEY: pieces}
+    with pytest.raises(TransferError, match="row 0 cannot be decoded"):
+        get(Manager(unit), [0])
+
+
+def test_a_gets_failure_stays_its_own() -> None:
+    """Two gets at once, one of which also wants a source that is gone: the other one is served."""
+    unit = Unit()
+    manager = Manager(unit, dedup_multimodal=True)
+    put(manager, group(1, 4), [0, 1, 2, 3])
+    put(manager, group(2, 4), [10, 11, 12, 13])
+    unit.data.clear([0])
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(
+            manager.get_data(meta([1, 11])), manager.get_data(meta([12])), return_exceptions=True
+        )
+
+    broken, fine = asyncio.run(both())
+    assert isinstance(broken, StaleReferenceError)
+    assert "at global index 0 nothing encoded" in str(broken)
+    assert str(broken).startswith(f"field {FIELD} of partition train_1: ")
+    assert same(fine[FIELD].tolist(), [picture(2)])
+
+
+def test_of_several_sources_the_one_that_is_gone_is_named() -> None:
+    unit = Unit()
+    manager = Manager(unit, dedup_multimodal=True)
+    put(manager, group(1, 4), [0, 1, 2, 3])
+    put(manager, group(2, 4), [10, 11, 12, 13])
+    unit.data.clear([10])
+    with pytest.raises(StaleReferenceError, match="at global index 10 nothing encoded"):
+        get(manager, [1, 11])
+    assert same(get(manager, [1]), [picture(1)])
+
+
+def test_a_failed_get_keeps_no_memory_until_a_garbage_collection() -> None:
+    unit = Unit()
+    manager = Manager(unit, dedup_multimodal=True)
+    put(manager, group(1, 4))
+    unit.data.clear([0])
+
+    async def tries() -> None:
+        for _ in range(3):
+            try:
+                await manager.get_data(meta([1]))
+            except StaleReferenceError:
+                continue
+            pytest.fail("the source is gone")
+        assert manager._sources._reading == {}
+        assert not [row for row in gc.get_objects() if isinstance(row, Row)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(tries())
+    finally:
+        gc.enable()
+
+
+def test_a_source_that_arrives_damaged_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RTQ_PAYLOAD_CHECKSUM", "1")
+    unit = Unit()
+    manager = Manager(unit, dedup_multimodal=True)
+    put(manager, group(1, 4))
+    (row,) = unit.data.field_data[FIELD][0][CARRIER_KEY]
+    row[-200] ^= 1
+    with pytest.raises(TransferError, match=r"row 0 cannot be decoded.*payload is damaged"):
+        get(manager, [2])
+    row[-200] ^= 1
+    assert same(get(manager, [2, 3]), [picture(1)] * 2)
+
+
+def test_a_source_whose_reader_never_ends_is_read_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = Unit()
+    manager = Manager(unit, dedup_multimodal=True)
+    manager._sources._patience = 0.2
+    put(manager, group(1, 4))
+    stuck: Future[Row] = Future()
+    (source,) = {(row.header.put, 0) for row in manager._open(unit.get([FIELD], [0])[FIELD], meta([0])) if row}
+    manager._sources._reading[source] = stuck
+    assert same(get(manager, [2]), [picture(1)])
+
+
+def test_an_index_twice_in_a_put_is_refused_with_dedup() -> None:
+    with pytest.raises(TransferError, match="row 3 of partition train_1 is put twice in one batch"):
+        put(Manager(Unit(), dedup_multimodal=True), group(1, 2), [3, 3])
+
+
+@pytest.mark.parametrize("name", ["sparse", "sparse csr", "meta", "quantised"])
+def test_what_has_no_plain_bytes_is_refused_by_name(name: str) -> None:
+    unit = Unit()
+    with pytest.raises(TransferError, match=r"row 1 cannot be stored: 'x': .* tensor.*put it as a dense tensor"):
+        put(Manager(unit), [picture(1), STAYS[name][0]()])
+    assert unit.stored_bytes == 0
+
+
+@pytest.mark.parametrize("dimensions", [33, 64, 66])
+def test_tensors_of_very_many_dimensions(dimensions: int) -> None:
+    manager = Manager(Unit())
+    row = {"a": torch.rand([1] * (dimensions - 1) + [3])}
+    put(manager, [row])
+    assert same(get(manager, [0]), [row])
+
+
+def test_a_failed_get_and_a_failed_put_count_nothing(
+    ledger: accounting.Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RTQ_PAYLOAD_CHECKSUM", "1")
+    unit = Unit()
+    manager = Manager(unit)
+    put(manager, [picture(1)])
+    unit.data.field_data[FIELD][0][CARRIER_KEY][0][-200] ^= 1
+    with pytest.raises(TransferError):
+        get(manager, [0])
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("full")
+
+    monkeypatch.setattr(unit, "put", full)
+    with pytest.raises(RuntimeError):
+        put(manager, [STAYS["complex"][0]()])
+    summary = ledger.step("train_1")
+    assert summary is not None
+    assert (summary.get.wire_bytes, summary.get.rows, summary.get.failed) == (None, 0, 1)
+    assert (summary.put.rows, summary.put.failed, summary.raw_rows) == (1, 1, 0)
+
+
+def test_a_few_bytes_that_are_kept_do_not_keep_a_large_row() -> None:
+    (encoded,) = encode_rows([{"pixel_values": torch.rand(2**19), "grid": torch.tensor([[1, 2, 3]])}])
+    decoded = decode_row(encoded)
+    assert decoded is not None
+    start, end = encoded.data_ptr(), encoded.data_ptr() + len(encoded)
+    assert start <= decoded["pixel_values"].data_ptr() < end
+    assert not start <= decoded["grid"].data_ptr() < end
+    assert decoded["grid"].tolist() == [[1, 2, 3]]
