@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import ray
@@ -27,8 +29,16 @@ from relax_tq_rdma.transport import controller
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
 
-COUNTING = Settings(accounting="summary")
-MOONCAKE = Settings(storage_backend="mooncake", mooncake_auto_init="job-owned", fallback_backend="none")
+PATIENCE = 90.0
+"""Seconds: a slow machine is not what these tests are about."""
+
+COUNTING = Settings(accounting="summary", init_timeout_seconds=PATIENCE)
+MOONCAKE = Settings(
+    storage_backend="mooncake",
+    mooncake_auto_init="job-owned",
+    fallback_backend="none",
+    init_timeout_seconds=PATIENCE,
+)
 HOST_CONF = {"controller": {"polling_mode": True}, "backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
 
 
@@ -256,9 +266,9 @@ def test_a_master_that_dies_after_the_start_fails_the_job_and_changes_no_backend
 
 
 DRIVER = """
-import sys, time, ray, relax_tq_rdma as r, transfer_queue as tq
+import json, sys, time, ray, relax_tq_rdma as r, transfer_queue as tq
 from relax_tq_rdma.seams import tq_init
-r.install(r.Settings(storage_backend="mooncake", mooncake_auto_init="job-owned", fallback_backend="none"))
+r.install(r.Settings.from_dict(json.loads(sys.argv[2]))[0])
 ray.init(address=sys.argv[1], log_to_driver=False)
 tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
 print(tq_init._guard_of(tq.init)._running.port._master.pid, flush=True)
@@ -267,7 +277,8 @@ time.sleep(100)
 
 
 def test_a_driver_that_is_told_to_end_leaves_nothing(cluster: Any) -> None:
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, cluster.address], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", DRIVER, cluster.address, json.dumps(MOONCAKE.to_dict())]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         assert driver.stdout is not None
         master = psutil.Process(int(driver.stdout.readline()))
@@ -314,7 +325,7 @@ def test_a_worker_does_not_create_and_does_not_wait_for_ever() -> None:
 def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StorageManagerFactory, "create", classmethod(lambda cls, *a, **k: 1 / 0))
     with pytest.raises(StartError):
-        start(Settings(accounting="summary", fallback_backend="none"))
+        start(msgspec.structs.replace(COUNTING, fallback_backend="none"))
     monkeypatch.undo()
     assert controller.find() is None
     assert ray.util.list_named_actors(all_namespaces=True) == []
