@@ -24,7 +24,8 @@ from relax_tq_rdma.bench.soak.drive import Result, Totals
 from relax_tq_rdma.bench.soak.ends import End, EndGone
 from relax_tq_rdma.bench.soak.messages import Answer, Count, Counts, Failed
 from relax_tq_rdma.bench.soak.options import parse
-from relax_tq_rdma.bench.soak.report import SCHEMA, document, show
+from relax_tq_rdma.bench.soak.page import page
+from relax_tq_rdma.bench.soak.report import SCHEMA, document, environment, show
 from relax_tq_rdma.bench.soak.sample import Sample, Store, Usage
 from relax_tq_rdma.bench.soak.schedule import Disorder, Schedule
 from relax_tq_rdma.errors import UsageError
@@ -217,6 +218,21 @@ def test_the_document_has_all_that_was_measured(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "verdict: ok" in shown
     assert "no growth of threads" in shown
+
+
+def test_the_page_of_a_run() -> None:
+    options = parse(["--seconds", "60", "--pool-mib", "64", "--max-row-kib", "4096"])
+    text = page(json.loads(json.dumps(document(options, good(held=64), environment()))))
+    assert "## Verdict: **failed**" in text
+    assert "| every lease back | **failed** | producer 0 bytes lent, consumer0 64 bytes lent |" in text
+    assert "| consumer0 | resident MiB | 800 | 800 | 64 | ok |" in text
+    assert "| consumer0 | threads | 20 | 20 | 4 | ok |" in text
+    assert "77 bytes compared on arrival" in text
+    assert "put/copy 1 (0.00 GB)" in text
+    widths = {
+        line.count("|") for line in text.split("## Over time")[1].split("## Growth")[0].splitlines() if "|" in line
+    }
+    assert len(widths) == 1
 
 
 def test_an_interrupted_run_shows_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,13 +27,13 @@ def run(argv: list[str]) -> int:
     from relax_tq_rdma.demo import signals
 
     _check_memory(options)
-    result = Result()
+    result, surroundings = Result(), environment()
     try:
         with signals.listening():
             soak(options, _Progress(), result)
     except KeyboardInterrupt:
         result.interrupted = True
-    whole = document(options, result, environment())
+    whole = document(options, result, surroundings)
     text = json.dumps(whole, indent=2)
     if options.output is not None:
         options.output.write_text(text + "\n", encoding="utf-8")

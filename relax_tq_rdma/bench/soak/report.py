@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -29,8 +30,9 @@ _SHOWN = 13
 
 
 def environment() -> dict[str, Any]:
-    """Versions and machine."""
+    """Versions, machine, and the time of day: call it when the run begins."""
     return {
+        "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "versions": {
             "relax-tq-rdma": __version__,
             "mooncake": installed_mooncake_version(),

@@ -174,7 +174,7 @@ def _growth(result: Result) -> list[Check]:
     checks = []
     for what in _FIGURES:
         some = [one for one in found if one.what == what]
-        unit, scale = ("MiB", MIB) if what == "rss" else ("", 1)
+        unit, scale = (" MiB", MIB) if what == "rss" else ("", 1)
         text = ", ".join(f"{one.process} {one.middle / scale:.0f} to {one.last / scale:.0f}{unit}" for one in some)
         checks.append(Check(name=f"no growth of {what}", ok=all(one.ok for one in some), found=text))
     return checks
