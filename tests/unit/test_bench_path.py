@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from relax_tq_rdma.bench.path.figures import (
     side,
 )
 from relax_tq_rdma.bench.path.limits import measure_limits
-from relax_tq_rdma.bench.path.messages import Clear, Counters, Moved, Watched
+from relax_tq_rdma.bench.path.measure import Result, Tier
+from relax_tq_rdma.bench.path.messages import Clear, Counters, Get, Limits, Measured, Moved, Put, Ready, Watched
 from relax_tq_rdma.bench.path.options import TIERS, parse
 from relax_tq_rdma.bench.path.payload import GRID, MIB, PIXELS, Shape
+from relax_tq_rdma.bench.path.stage import Stage
 from relax_tq_rdma.errors import StartError, UsageError
 
 SHAPE = Shape(tier=1, rows=16, copies=4)
@@ -430,3 +433,91 @@ def test_a_child_that_says_nothing_has_a_deadline(tmp_path: Path) -> None:
             child.hear(0.2)
     finally:
         child.close()
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+class FakeEnd:
+    """An end that answers each command at once; ``fails(command)`` may raise."""
+
+    def __init__(self, fails: Callable[[Any], None] = lambda command: None) -> None:
+        self.asked: list[Any] = []
+        self._fails = fails
+
+    def ask(self, command: Any, seconds: float) -> Any:
+        self.asked.append(command)
+        self._fails(command)
+        if isinstance(command, Limits):
+            return Measured(seconds={"memcpy": 0.1, "loopback": 0.2})
+        if not isinstance(command, (Put, Get)):
+            return Ready()
+        encoded = SHAPE.rows if "l2" in command.case else 0
+        watched = seen(encoded_rows=encoded, stored_bytes=SHAPE.nbytes) if command.watch else None
+        return moved(0.5, watched=watched)
+
+    def cases(self, kind: type) -> list[str]:
+        return [command.case for command in self.asked if isinstance(command, kind)]
+
+
+def run_tier(names: list[str], producer: FakeEnd, consumer: FakeEnd) -> tuple[Result, Stage]:
+    options = parse(["--tier", "1", "--rows", "16", "--dup", "4", "--repeats", "3", *with_cases(names)])
+    stage = Stage(producer, consumer)  # type: ignore[arg-type]
+    stage.cases = options.cases
+    result = Result()
+    Tier(stage, options, SHAPE, lambda text: None).run(result)
+    return result, stage
+
+
+def with_cases(names: list[str]) -> list[str]:
+    return [word for name in names for word in ("--case", name)]
+
+
+def test_cases_take_turns_in_every_order_and_warm_ups_do_not_count() -> None:
+    producer, consumer = FakeEnd(), FakeEnd()
+    result, _ = run_tier(["engine", "simple_dict", "simple_l2"], producer, consumer)
+    rounds = [producer.cases(Put)[at : at + 3] for at in range(0, 15, 3)]
+    assert all(sorted(one) == ["engine", "simple_dict", "simple_l2"] for one in rounds)
+    assert {one[0] for one in rounds[2:]} == {"engine", "simple_dict", "simple_l2"}
+    assert [len(case.put.all_seconds) for case in result.cases if case.put] == [3, 3, 3]
+    assert len({command.stamp for command in producer.asked if isinstance(command, Put)}) == 5
+    assert result.limits[1].gbs()["memcpy"] == pytest.approx(SHAPE.nbytes / 0.1 / 1e9)
+    assert producer.cases(Clear) == producer.cases(Put)
+
+
+def test_a_case_that_fails_is_not_measured_and_its_batch_is_removed() -> None:
+    def refuse(command: Any) -> None:
+        if isinstance(command, Get) and command.case == "simple_dict":
+            raise Refused("row 3 differs")
+
+    producer = FakeEnd()
+    result, _ = run_tier(["engine", "simple_dict"], producer, FakeEnd(refuse))
+    assert [(case.case, case.not_measured) for case in result.cases] == [
+        ("engine", ""),
+        ("simple_dict", "row 3 differs"),
+    ]
+    assert producer.cases(Clear).count("simple_dict") == 1
+
+
+def test_a_case_whose_layer_had_no_effect_is_not_measured() -> None:
+    result, _ = run_tier(["simple_l2", "simple_l2_l3b"], FakeEnd(), FakeEnd())
+    l2, l3b = result.cases
+    assert l2.put is not None
+    assert (l3b.put, l3b.not_measured[:30]) == (None, "dedup_multimodal had no effect")
+
+
+def test_a_lost_end_leaves_what_was_measured_and_says_why_there_is_no_more() -> None:
+    puts: list[str] = []
+
+    def vanish(command: Any) -> None:
+        if isinstance(command, Put):
+            puts.append(command.case)
+            if puts.count("engine") == 5:
+                raise ChildError("the producer ended with exit status -11")
+
+    result, stage = run_tier(["engine", "simple_dict"], FakeEnd(vanish), FakeEnd())
+    assert stage.lost == "the producer ended with exit status -11"
+    engine, simple = result.cases
+    assert engine.not_measured == stage.lost
+    # In the last round it was the turn of the engine first: the other case lacks a repeat, too.
+    assert simple.not_measured == stage.lost

@@ -9,7 +9,7 @@ import msgspec
 
 from relax_tq_rdma.bench.path import proof
 from relax_tq_rdma.bench.path.cases import Case
-from relax_tq_rdma.bench.path.child import Refused
+from relax_tq_rdma.bench.path.child import ChildError, Refused
 from relax_tq_rdma.bench.path.figures import CaseFigures, TierLimits, limits, side
 from relax_tq_rdma.bench.path.messages import (
     Clear,
@@ -50,20 +50,22 @@ class _Record:
 
 
 def measure(options: Options, say: Say) -> Result:
-    """Run everything. Processes are gone when it returns or raises.
+    """Run everything. Processes are gone when it returns or raises. What a lost process leaves is still returned.
 
     Raises:
-        DataplaneError: a process could not be started or has ended.
+        DataplaneError: a process could not be started.
     """
     result = Result()
     with staged(options, say) as stage:
         for tier in options.tiers:
             shape = Shape(tier=tier, rows=options.rows, copies=options.copies)
-            _Tier(stage, options, shape, say).run(result)
+            Tier(stage, options, shape, say).run(result)
     return result
 
 
-class _Tier:
+class Tier:
+    """All cases on one tier."""
+
     def __init__(self, stage: Stage, options: Options, shape: Shape, say: Say) -> None:
         self._stage, self._options, self._shape, self._say = stage, options, shape, say
         self._records = {case.name: _Record(problem=stage.refused.get(case.name, "")) for case in options.cases}
@@ -72,6 +74,21 @@ class _Tier:
         self._stamp = 0
 
     def run(self, result: Result) -> None:
+        """Measure, and add the figures to the result; a case that fails, or a lost process, is noted there."""
+        try:
+            if not self._stage.lost:
+                self._rounds()
+        except ChildError as gone:
+            self._stage.lost = str(gone)
+        for record in self._records.values():
+            if len(record.gets) < self._options.repeats:
+                record.problem = record.problem or self._stage.lost
+        figures = [self._figures(case) for case in self._options.cases]
+        engine = next((one for one in figures if one.case == "engine"), None)
+        result.limits[self._shape.tier] = limits(self._shape.nbytes, self._limits, engine)
+        result.cases += figures
+
+    def _rounds(self) -> None:
         for end in self._stage.ends:
             end.ask(Fill(shape=self._shape), self._seconds)
         # Memory that is reused in turns is warm only after as many turns as the consumer holds on to, and one more.
@@ -80,10 +97,6 @@ class _Tier:
             self._round(number, warm_ups)
         for end in self._stage.ends:
             end.ask(Forget(), self._seconds)
-        figures = [self._figures(case) for case in self._options.cases]
-        engine = next((one for one in figures if one.case == "engine"), None)
-        result.limits[self._shape.tier] = limits(self._shape.nbytes, self._limits, engine)
-        result.cases += figures
 
     def _round(self, number: int, warm_ups: int) -> None:
         what = f"repeat {number + 1} of {self._options.repeats}" if number >= 0 else f"warm-up {number + warm_ups + 1}"

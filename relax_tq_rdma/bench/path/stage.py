@@ -30,9 +30,14 @@ _MASTER_SECONDS = 30.0
 
 
 class Stage:
-    """The ends, and which cases they have joined. ``refused``: case name to why it cannot be measured."""
+    """The ends, and which cases they have joined.
+
+    ``refused``: case name to why it cannot be measured. ``lost``: why an end does not answer any more; empty while both
+    do.
+    """
 
     def __init__(self, producer: Child, consumer: Child) -> None:
+        self.lost = ""
         self.producer, self.consumer = producer, consumer
         self.cases: list[Case] = []
         self.refused: dict[str, str] = {}
