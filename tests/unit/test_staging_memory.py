@@ -174,10 +174,22 @@ def test_no_fresh_memory_leaves_the_counts_as_they_were(monkeypatch: pytest.Monk
     def full(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(recycling.torch, "empty", full)
+    monkeypatch.setattr(recycling, "_fresh", full)
     with pytest.raises(MemoryError):
         memory.take(MIB)
     assert memory.used_bytes == 0
+
+
+def test_large_blocks_are_private_mappings_of_their_own() -> None:
+    """Not the C library's heap, which they would fill with holes; and not shared with a forked child."""
+    block = Recycled(keep=MIB).take(MIB)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= block.data_ptr() < end:
+            assert line.split()[1] == "rw-p"
+            assert not line.endswith("[heap]")
+            return
+    pytest.fail("the block is not mapped")
 
 
 def test_many_threads_that_take_and_drop() -> None:
