@@ -16,8 +16,8 @@ SMALL_BYTES = 64 * 1024
 """Below this the allocator of the C library uses memory again by itself."""
 
 MAPPED_BYTES = 256 * 1024
-"""From here on a block is a mapping of its own: large blocks of all sizes that come and go leave the C library's heap full
-of holes (a gigabyte in half an hour, measured)."""
+"""From here on a block is a mapping of its own: large blocks of all sizes that come and go leave the C library's heap
+full of holes (a gigabyte in half an hour, measured)."""
 
 _STEPS = 16  # sizes a power of two is cut into: at most 1/16 of a block is unused
 _SLACK = 1.125  # a free block may be larger than what is asked for by this factor
