@@ -102,7 +102,13 @@ def _parser() -> argparse.ArgumentParser:
         help="batches that the consumer keeps alive, as the host does (default: 1)",
     )
     add("--backend", choices=("simple", "mooncake"), action="append", help="only cases of this backend")
-    add("--case", choices=NAMES, action="append", help="only this case; may be given again")
+    add(
+        "--case",
+        choices=NAMES,
+        action="append",
+        metavar="NAME",
+        help=f"only this case; may be given again: {', '.join(NAMES)}",
+    )
     add(
         "--pool-mib",
         type=_number(1, 65536),
