@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 MOONCAKE = Settings(storage_backend="mooncake", mooncake_auto_init="job-owned")
 LIMIT = 40.0
-ELSEWHERE = "255.255.255.255"
-"""The node that announces it dials out and cannot be dialled: the kernel refuses to connect there, so that no packet
-leaves this machine, as it would with an address that somebody might have."""
+ELSEWHERE = "198.51.100.1"
+"""The node that announces it dials out and cannot be dialled: an address that nobody has (RFC 5737). Whatever a network
+does with it, no peer greets from there."""
 
 
 @pytest.fixture(scope="module")

@@ -322,7 +322,8 @@ def test_a_job_whose_ray_is_gone_closes_in_time_and_takes_its_master_along():
     }
     try:
         masters = [psutil.Process(int(driver.stdout.readline())) for driver in drivers.values()]
-        lines = {number: driver.communicate(timeout=60)[0].splitlines() for number, driver in drivers.items()}
+        # Not communicate(): it would miss what the first readline has taken in already.
+        lines = {number: driver.stdout.read().splitlines() for number, driver in drivers.items()}
     finally:
         for driver in drivers.values():
             with contextlib.suppress(ProcessLookupError):
