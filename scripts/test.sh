@@ -79,12 +79,15 @@ unit() { part unit pytest tests/unit "$@"; }
 on_real_services() {
   local name=$1 failed_before=$FAILED tests_before=$FAILED_TESTS
   shift
+  FAILED=0 # of this part alone: an earlier one that failed must not take away its second try
   part "$name" pytest -n 2 --dist loadfile "$@"
-  if ((FAILED == failed_before)); then return; fi
-  say "== $name: what failed, once more and alone"
-  FAILED=$failed_before
-  FAILED_TESTS=$tests_before
-  part "$name-again" pytest "$@" --last-failed --last-failed-no-failures none
+  if ((FAILED)); then
+    say "== $name: what failed, once more and alone"
+    FAILED=0
+    FAILED_TESTS=$tests_before
+    part "$name-again" pytest "$@" --last-failed --last-failed-no-failures none
+  fi
+  FAILED=$((FAILED | failed_before))
 }
 
 integration() {
