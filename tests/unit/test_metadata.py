@@ -131,3 +131,9 @@ def test_sources_are_python_3_10(path: Path) -> None:
 def test_the_grammar_check_would_see_newer_syntax() -> None:
     with pytest.raises(SyntaxError):
         ast.parse("try:\n    pass\nexcept* OSError:\n    pass\n", feature_version=(3, 10))
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest collects unit and integration tests together on the oldest TransferQueue, and knows files by their name."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
