@@ -134,6 +134,6 @@ def test_the_grammar_check_would_see_newer_syntax() -> None:
 
 
 def test_no_two_test_files_have_one_name() -> None:
-    """pytest collects unit and integration tests together on the oldest TransferQueue, and knows files by their name."""
+    """On the oldest TransferQueue unit and integration tests are collected together, and pytest knows files by name."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
