@@ -30,7 +30,7 @@ from relax_tq_rdma.bench.path.figures import (
     ratios,
     side,
 )
-from relax_tq_rdma.bench.path.limits import measure_limits
+from relax_tq_rdma.bench.path.limits import LIMITS, measure_limits
 from relax_tq_rdma.bench.path.measure import Result, Tier
 from relax_tq_rdma.bench.path.messages import Clear, Counters, Get, Limits, Measured, Moved, Put, Ready, Watched
 from relax_tq_rdma.bench.path.options import TIERS, parse
@@ -246,8 +246,8 @@ def test_fresh_memory_and_its_peak_are_seen() -> None:
 
 
 def test_limits_are_measured() -> None:
-    seconds = measure_limits(4 * MIB)
-    assert set(seconds) == {"memcpy", "loopback"}
+    seconds = measure_limits([MIB, 3 * MIB])
+    assert tuple(seconds) == LIMITS
     assert all(0 < value < 10 for value in seconds.values())
 
 
@@ -313,6 +313,7 @@ def test_limits_of_a_tier() -> None:
     assert found.memcpy == Spread(median=0.2, min=0.1, max=0.3)
     assert found.gbs() == {
         "memcpy": pytest.approx(5.0),
+        "memcpy_rows": None,
         "loopback": pytest.approx(2.0),
         "engine_put": pytest.approx(2.0),
         "engine_get": pytest.approx(1.25),
@@ -449,7 +450,7 @@ class FakeEnd:
         self.asked.append(command)
         self._fails(command)
         if isinstance(command, Limits):
-            return Measured(seconds={"memcpy": 0.1, "loopback": 0.2})
+            return Measured(seconds={"memcpy": 0.1, "memcpy_rows": 0.15, "loopback": 0.2})
         if not isinstance(command, (Put, Get)):
             return Ready()
         encoded = SHAPE.rows if "l2" in command.case else 0

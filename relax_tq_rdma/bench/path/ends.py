@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -50,7 +51,7 @@ def join(case: Case, setup: Setup, master: str, *, produces: bool) -> End:
 
 
 class ManagerEnd:
-    """Through TransferQueue's client and a storage manager, its own or the plugin's."""
+    """Through a storage manager, TransferQueue's own or the plugin's; all around it through TransferQueue's client."""
 
     def __init__(self, case: Case, setup: Setup, master: str, *, produces: bool) -> None:
         from relax_tq_rdma.seams import tq_bare
@@ -61,9 +62,11 @@ class ManagerEnd:
         self._fields = list(KEYS) if case.form == "jagged" else [FIELD]
         name, config = backend_config(case, setup, master, produces=produces)
         self._client: Any = tq_bare.client(f"bench-{case.name}", self._controller, name, config)
-        ours = type(self._client.storage_manager).__module__.startswith("relax_tq_rdma.")
+        self._manager: Any = self._client.storage_manager
+        ours = type(self._manager).__module__.startswith("relax_tq_rdma.")
         if ours != (case.settings is not None):
-            raise RuntimeError(f"{case.name} got {type(self._client.storage_manager).__name__}")
+            raise RuntimeError(f"{case.name} got {type(self._manager).__name__}")
+        self._loop = asyncio.new_event_loop()
         self._plain: Any = None
         self._data: Any = None
         self._meta: Any = None
@@ -84,21 +87,21 @@ class ManagerEnd:
         return list(self._meta.global_indexes)
 
     def put(self) -> None:
-        self._client.put(self._data, metadata=self._meta)
+        self._loop.run_until_complete(self._manager.put_data(self._data, self._meta))
 
     def look(self, shape: Shape, partition: str) -> list[int]:
         self._meta = self._client.get_meta(self._fields, shape.rows, partition, mode="fetch", task_name=TASK)
         return list(self._meta.global_indexes)
 
     def get(self) -> list[Any]:
-        data = self._client.get_data(self._meta)
+        data = self._loop.run_until_complete(self._manager.get_data(self._meta))
         if self._case.form == "jagged":
             columns = [data[key].unbind() for key in KEYS]
             return [dict(zip(KEYS, values, strict=True)) for values in zip(*columns, strict=True)]
         return list(data[FIELD])
 
     def rungs(self) -> dict[str, int]:
-        client = getattr(self._client.storage_manager, "storage_client", None)
+        client = getattr(self._manager, "storage_client", None)
         if client is None or self._case.settings is None:
             return {}
         moved: Counter[str] = Counter()

@@ -80,13 +80,14 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     payload_bytes: int = 0
     memcpy: Spread | None = None
+    memcpy_rows: Spread | None = None
     loopback: Spread | None = None
     engine_put: Spread | None = None
     engine_get: Spread | None = None
 
     def gbs(self) -> dict[str, float | None]:
         """1e9 bytes a second, medians. ``put_copy``: one copy, then the engine: 1 / (1 / engine_put + 1 / memcpy)."""
-        names = ("memcpy", "loopback", "engine_put", "engine_get")
+        names = ("memcpy", "memcpy_rows", "loopback", "engine_put", "engine_get")
         seconds = {name: _picked(getattr(self, name), "median") for name in names}
         put, copy = seconds["engine_put"], seconds["memcpy"]
         seconds["put_copy"] = put + copy if put and copy else None
@@ -123,12 +124,11 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 def limits(payload: int, seconds: Mapping[str, Sequence[float]], engine: CaseFigures | None) -> TierLimits:
-    """Of one tier, from the seconds of ``memcpy`` and ``loopback`` in each repeat and the case of the engine."""
+    """Of one tier, from the seconds of each limit in each repeat, and the case of the engine."""
     found = {name: spread(each) for name, each in seconds.items() if each}
     return TierLimits(
         payload_bytes=payload,
-        memcpy=found.get("memcpy"),
-        loopback=found.get("loopback"),
+        **found,
         engine_put=engine.put.seconds if engine and engine.put else None,
         engine_get=engine.get.seconds if engine and engine.get else None,
     )

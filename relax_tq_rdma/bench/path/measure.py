@@ -11,6 +11,7 @@ from relax_tq_rdma.bench.path import proof
 from relax_tq_rdma.bench.path.cases import Case
 from relax_tq_rdma.bench.path.child import ChildError, Refused
 from relax_tq_rdma.bench.path.figures import CaseFigures, TierLimits, limits, side
+from relax_tq_rdma.bench.path.limits import LIMITS
 from relax_tq_rdma.bench.path.messages import (
     Clear,
     Fill,
@@ -69,7 +70,7 @@ class Tier:
     def __init__(self, stage: Stage, options: Options, shape: Shape, say: Say) -> None:
         self._stage, self._options, self._shape, self._say = stage, options, shape, say
         self._records = {case.name: _Record(problem=stage.refused.get(case.name, "")) for case in options.cases}
-        self._limits: dict[str, list[float]] = {"memcpy": [], "loopback": []}
+        self._limits: dict[str, list[float]] = {name: [] for name in LIMITS}
         self._seconds = _STEP_SECONDS + shape.nbytes / MIB / _SLOWEST_MIB_PER_SECOND
         self._stamp = 0
 
@@ -102,7 +103,7 @@ class Tier:
         what = f"repeat {number + 1} of {self._options.repeats}" if number >= 0 else f"warm-up {number + warm_ups + 1}"
         self._say(f"{self._shape.tier} MiB: {what}")
         if number >= 0:
-            measured = self._stage.consumer.ask(Limits(nbytes=self._shape.nbytes), self._seconds)
+            measured = self._stage.consumer.ask(Limits(), self._seconds)
             assert isinstance(measured, Measured)
             for name, seconds in measured.seconds.items():
                 self._limits[name].append(seconds)

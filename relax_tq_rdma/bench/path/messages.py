@@ -75,9 +75,7 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Measure once what this machine allows for ``nbytes``."""
-
-    nbytes: int
+    """Measure once what this machine allows for such a payload."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ _COLUMNS = ("GB/s", "limit", "median s", "range s", "copies", "fresh", "reg", "m
 _WIDTH = 170
 _LIMITS = {
     "memcpy": "copy (1 thread, warm)",
+    "memcpy_rows": "copy row by row",
     "loopback": "TCP over loopback",
     "engine_put": "engine put",
     "engine_get": "engine get",

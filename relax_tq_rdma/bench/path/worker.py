@@ -72,7 +72,7 @@ class _Worker:
         if isinstance(command, Get):
             return self._get(command)
         if isinstance(command, Limits):
-            return Measured(seconds=measure_limits(command.nbytes))
+            return Measured(seconds=measure_limits(self._shape.row_bytes))
         if isinstance(command, Setup):
             self._setup = command
         elif isinstance(command, Open):
