@@ -16,7 +16,9 @@ class SeamReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a seam looks like in this process.
 
     ``installed``: name and version of what it touches. ``expected``: what must be there, in words. ``found``: what is
-    not as expected, empty when all is. ``taken_by``: the module of a stranger who sits there already.
+    not as expected, empty when all is. ``taken_by``: the module of a stranger who sits there already. ``aside``: why the
+    plugin leaves this place alone although all is well: the host brings its own. ``way_out``: what the user can do when
+    it does not fit.
     """
 
     name: str
@@ -25,10 +27,14 @@ class SeamReport(msgspec.Struct, frozen=True, kw_only=True):
     expected: str
     found: str = ""
     taken_by: str = ""
+    aside: str = ""
+    way_out: str = "install a version this plugin was tested with (TransferQueue 0.1.10 or 0.1.11), or drop its flags"
 
     @property
     def text(self) -> str:
         """One sentence for the user."""
+        if self.ok and self.aside:
+            return f"seam {self.name} stands aside: {self.aside} ({self.installed})"
         if self.ok:
             return f"seam {self.name} is as expected ({self.installed})"
         if self.taken_by:
@@ -38,7 +44,7 @@ class SeamReport(msgspec.Struct, frozen=True, kw_only=True):
             )
         return (
             f"seam {self.name} does not fit {self.installed}: expected {self.expected}, found {self.found}; "
-            "install a version this plugin was tested with (TransferQueue 0.1.10 or 0.1.11), or drop its flags"
+            f"{self.way_out}"
         )
 
 
