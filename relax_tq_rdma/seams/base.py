@@ -16,9 +16,9 @@ class SeamReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a seam looks like in this process.
 
     ``installed``: name and version of what it touches. ``expected``: what must be there, in words. ``found``: what is
-    not as expected, empty when all is. ``taken_by``: the module of a stranger who sits there already. ``aside``: why the
-    plugin leaves this place alone although all is well: the host brings its own. ``way_out``: what the user can do when
-    it does not fit.
+    not as expected, empty when all is. ``taken_by``: the module of a stranger who sits there already. ``aside``: why
+    the plugin leaves this place alone although all is well: the host brings its own. ``way_out``: what the user can do
+    when it does not fit.
     """
 
     name: str

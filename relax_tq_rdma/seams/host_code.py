@@ -1,0 +1,111 @@
+"""What the host's functions look like, without running its modules.
+
+A seam is checked in the driver, and a head node without GPUs may be unable to import what only a rank imports. So a
+module that this process has not imported yet is read, not run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Function:
+    """``takes_any``: it has a ``**`` parameter."""
+
+    parameters: tuple[str, ...]
+    takes_any: bool
+    is_async: bool
+
+
+def installed_host() -> str:
+    try:
+        return f"Relax {metadata.version('relax')}"
+    except metadata.PackageNotFoundError:
+        return "Relax of unknown version"
+
+
+def has_module(name: str) -> bool:
+    """Whether it could be imported. Imports the packages above it, if they are there."""
+    if name in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as exc:
+        if exc.name is not None and (name == exc.name or name.startswith(f"{exc.name}.")):
+            return False
+        raise
+
+
+def problem(module: str, name: str, parameters: Iterable[str], *, is_async: bool | None = None) -> str:
+    """What is not as expected of a function; empty: nothing. ``name`` is ``Class.method`` for a method."""
+    if not has_module(module):
+        return "not installed" if not has_module(module.partition(".")[0]) else f"no module {module}"
+    function = find(module, name)
+    if function is None:
+        return f"no {module}.{name}"
+    missing = [parameter for parameter in parameters if parameter not in function.parameters]
+    if missing and not function.takes_any:
+        return f"{module}.{name} without parameter {', '.join(missing)}"
+    if is_async is not None and function.is_async != is_async:
+        return f"{module}.{name} is {'not ' if is_async else ''}a coroutine function"
+    return ""
+
+
+def find(module: str, name: str) -> Function | None:
+    """The function as this process has imported it, else as its source defines it.
+
+    Raises:
+        ModuleNotFoundError: there is no such module.
+    """
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        return _of_object(loaded, name)
+    return _of_source(_tree(module), name)
+
+
+def _of_object(loaded: Any, name: str) -> Function | None:
+    found = loaded
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        return None
+    found = inspect.unwrap(found)
+    parameters = inspect.signature(found).parameters.values()
+    return Function(
+        tuple(parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD),
+        any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
+        inspect.iscoroutinefunction(found),
+    )
+
+
+def _of_source(tree: ast.Module, name: str) -> Function | None:
+    found: Any = tree
+    for part in name.split("."):
+        found = next((node for node in found.body if getattr(node, "name", None) == part), None)
+        if found is None:
+            return None
+    if not isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return None
+    args = found.args
+    named = [*args.posonlyargs, *args.args, *([args.vararg] if args.vararg else []), *args.kwonlyargs]
+    return Function(
+        tuple(argument.arg for argument in named), args.kwarg is not None, isinstance(found, ast.AsyncFunctionDef)
+    )
+
+
+def _tree(module: str) -> ast.Module:
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        raise ModuleNotFoundError(f"no module {module}", name=module)
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        raise ImportError(f"{module} has no source to look at", name=module)
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
