@@ -36,7 +36,7 @@ def installed_host() -> str:
 def has_module(name: str) -> bool:
     """Whether it could be imported. Imports the packages above it, if they are there."""
     if name in sys.modules:
-        return True
+        return sys.modules[name] is not None
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as exc:
