@@ -14,7 +14,7 @@ from typing import Any
 
 from relax_tq_rdma.accounting.ledger import Ledger
 from relax_tq_rdma.accounting.mixin import AccountingMixin
-from relax_tq_rdma.accounting.names import Direction, FanoutMode, Path, StageName, StagingRung
+from relax_tq_rdma.accounting.names import Direction, FanoutMode, Path, ProcessorCall, StageName, StagingRung
 from relax_tq_rdma.accounting.paths import SlowPathError, assert_fast_path, took_fast_path
 from relax_tq_rdma.accounting.process import configure, current, expect_fast_path, flush
 from relax_tq_rdma.accounting.records import Batch, FieldStats, Flow, PoolState, StepSummary
@@ -31,6 +31,7 @@ __all__ = [
     "Ledger",
     "Path",
     "PoolState",
+    "ProcessorCall",
     "SlowPathError",
     "StageName",
     "StagingRung",
@@ -45,6 +46,7 @@ __all__ = [
     "record_alloc",
     "record_fallback",
     "record_pool",
+    "record_processor_call",
     "record_raw_rows",
     "record_register",
     "record_retry",
@@ -93,6 +95,14 @@ def record_raw_rows(field: str, rows: int, step: str | None = None) -> None:
     accounting = current()
     if accounting is not None:
         accounting.ledger.left_raw(field, rows, step)
+        accounting.tick()
+
+
+def record_processor_call(result: ProcessorCall) -> None:
+    """A sample asked for the host's image processor (RFC §4.4)."""
+    accounting = current()
+    if accounting is not None:
+        accounting.ledger.processor_called(result)
         accounting.tick()
 
 

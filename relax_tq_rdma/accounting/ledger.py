@@ -12,7 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from relax_tq_rdma.accounting import names
-from relax_tq_rdma.accounting.names import Direction, FanoutMode, Metric, Path, Result, StageName, StagingRung
+from relax_tq_rdma.accounting.names import (
+    Direction,
+    FanoutMode,
+    Metric,
+    Path,
+    ProcessorCall,
+    Result,
+    StageName,
+    StagingRung,
+)
 from relax_tq_rdma.accounting.records import Batch, Histogram, PoolState, StepSummary, Totals
 from relax_tq_rdma.accounting.steps import Cell, Step, summarise
 
@@ -139,6 +148,12 @@ class Ledger:
             self.revision += 1
             self._stage("fanout", ns, self._named(step))
             self._observe(names.FANOUT, (mode,), ns)
+
+    def processor_called(self, result: ProcessorCall) -> None:
+        """A sample asked for the image processor."""
+        with self._lock:
+            self.revision += 1
+            self._count(names.PROCESSOR, (result,))
 
     def registered(self, direction: Direction, path: Path, regions: int, ns: int) -> None:
         """``regions`` memory regions were registered in ``ns``."""

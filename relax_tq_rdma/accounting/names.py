@@ -31,6 +31,10 @@ StageName = Literal[
     "alloc",
 ]
 FanoutMode = Literal["rank0", "per_rank"]
+ProcessorCall = Literal["run", "served", "own"]
+"""Of a sample: ``run``: ran the image processor for its group; ``served``: took the output of that run; ``own``: ran it
+for itself."""
+
 StagingRung = Literal["lend", "copy", "call"]
 """Memory that values pass: ``lend``: the pool's, which the caller then holds; ``copy``: the pool's for the transfer
 only; ``call``: registered for one call."""
@@ -100,6 +104,9 @@ OPERATIONS = Metric(
     "dataplane_operations_total", "counter", ("direction", "result"), "Puts and gets by result; only ok delivers bytes."
 )
 FALLBACK = Metric("dataplane_fallback_total", "counter", ("from", "to", "reason"), "Steps down the transport ladder.")
+PROCESSOR = Metric(
+    "dataplane_image_processor_calls_total", "counter", ("result",), "Calls of the host's image processor, by sharing."
+)
 MR_REGISTER = Metric(
     "dataplane_mr_register_total", "counter", ("direction", "path"), "Memory regions registered with the transport."
 )
@@ -140,6 +147,7 @@ METRICS: dict[str, Metric] = {
         BYTES_SAVED,
         OPERATIONS,
         FALLBACK,
+        PROCESSOR,
         MR_REGISTER,
         STAGING_VALUES,
         STAGING_BYTES,

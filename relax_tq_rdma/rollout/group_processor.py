@@ -22,6 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from relax_tq_rdma import accounting
 from relax_tq_rdma.errors import SeamError
 
 Output: TypeAlias = tuple[list[int], "dict[str, Any] | None", float]
@@ -94,6 +95,7 @@ class GroupProcessor:
             if group is not None and why is None:
                 return await group.output(call)
             self.counts.own[str(why)] += 1
+            accounting.record_processor_call("own")
             return await call.output()
 
         return shared
@@ -173,9 +175,11 @@ class _Group:
         run = self._run
         if run is None or run.failed:
             self._counts.runs += 1
+            accounting.record_processor_call("run")
             run = self._run = _Run(call)
         else:
             self._counts.served += 1
+            accounting.record_processor_call("served")
         return await run.join()
 
     def close(self) -> None:

@@ -54,6 +54,7 @@ def busy_ledger(fields=("mm",), size=100):
     ledger.fanout("rank0", 7_000_000)
     ledger.registered("get", "fast", 3, 2_000_000)
     ledger.allocated(1_000_000)
+    ledger.processor_called("served")
     ledger.fallback("MooncakeStore/rdma+gdr", "MooncakeStore/rdma", "gdr")
     ledger.wire("mm", "put", 40, 60, "train_0")
     ledger.left_raw("mm", 2, "train_0")
@@ -88,6 +89,7 @@ def test_every_metric_comes_out_under_its_exact_name(folder):
     assert value(found, "dataplane_bytes_wire_total", field="mm", direction="put") == 40
     assert value(found, "dataplane_bytes_saved_total", field="mm", direction="put") == 60
     assert value(found, "dataplane_operations_total", direction="put", result="ok") == 1
+    assert value(found, "dataplane_image_processor_calls_total", result="served") == 1
     assert value(found, "dataplane_mr_register_total", direction="get", path="fast") == 3
     assert value(found, "dataplane_mr_register_seconds_sum") == 0.002
     assert value(found, "dataplane_get_alloc_seconds_count") == 1

@@ -200,6 +200,11 @@ def test_each_run_is_a_stage_of_the_accounting(taken: Any) -> None:
         ledger = accounting.ledger()
         assert ledger is not None
         assert ledger.totals().histograms[("dataplane_stage_seconds", ("image_processor",))].count == 1
+        name = "dataplane_image_processor_calls_total"
+        assert {key: n for key, n in ledger.totals().counters.items() if key[0] == name} == {
+            (name, ("run",)): 1,
+            (name, ("served",)): 7,
+        }
     finally:
         accounting.configure("off")
 
