@@ -1,0 +1,1 @@
+"""What only the stand-in has: which line of the host it imitates, a small inference engine, the record of a run."""
