@@ -148,7 +148,7 @@ def _ready_as_worker() -> _Installed:
     else:
         from relax_tq_rdma.seams.on_import import AfterImport
 
-        installed.waiting = AfterImport(lambda: _take_seams_of_worker(installed))
+        installed.waiting = AfterImport("transfer_queue", lambda: _take_seams_of_worker(installed))
     return installed
 
 
