@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from relax_tq_rdma.errors import UsageError
 from relax_tq_rdma.settings import Settings
@@ -25,14 +28,40 @@ class HostFacts:
     hybrid: bool | None = None
     multimodal: bool | None = None
     tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    context_parallel: int | None = None
     num_data_storage_units: int | None = None
     per_rank_fetch: bool = False
     rollout_routed_experts: bool = False
+    samples_per_prompt: int | None = None
+    custom_generate: bool = False
+    """Pictures do not pass the host's own generate function: a function of the user, or agentic rollout."""
+    own_data_plane: bool = False
+    """The host decides the backend and attaches its workers by itself, so that the plugin stands aside."""
+    own_group_processor: bool = False
+    """The host shares the processor's output within a group by itself."""
 
     @property
     def colocate(self) -> bool:
         """Relax's own ``args.colocate`` is also set by hybrid, so it is derived from the other two (contract §1)."""
         return self.fully_async is False and not self.hybrid
+
+    @property
+    def cohort(self) -> int | None:
+        """Ranks that read the same rows, TP x PP x CP: how often per-rank fetch reads each of them (RFC §4.5)."""
+        sizes = (self.tensor_parallel, self.pipeline_parallel, self.context_parallel)
+        return None if None in sizes else math.prod(size for size in sizes if size is not None)
+
+
+def in_force(settings: Settings, host: HostFacts) -> Settings:
+    """What is left of the settings where the host does not use the plugin, or does part of its work by itself."""
+    if host.colocate:
+        return Settings()
+    if host.own_group_processor:
+        settings = msgspec.structs.replace(settings, group_share_processor=False)
+    if host.own_data_plane:
+        return Settings(group_share_processor=settings.group_share_processor)
+    return settings
 
 
 @dataclass(frozen=True)
@@ -303,36 +332,49 @@ RULES: tuple[Rule, ...] = (
         "adjust",
         (),
         lambda s, h: h.colocate and not s.touches_nothing,
-        "colocate mode does not use TransferQueue between rollout and trainer: the data-plane flags have no effect",
+        "in colocate mode rollout and trainer take turns on the same GPUs: the plugin is a no-op there, and its flags "
+        "have no effect",
         "use fully-async or hybrid mode",
         "RFC §4.7",
     ),
+    Rule(
+        "adjust",
+        (),
+        lambda s, h: h.own_data_plane and not h.colocate,
+        "this Relax brings an RDMA data plane of its own: relax-tq-rdma stands aside, and of its flags only those that "
+        "this Relax has too and --rollout-group-share-processor have an effect",
+        "use a Relax without it for the others",
+        "docs/relax.md",
+    ),
+    Rule(
+        "adjust",
+        ("--rollout-group-share-processor",),
+        lambda s, h: h.own_group_processor and s.group_share_processor and not h.colocate,
+        "--rollout-group-share-processor has no effect: this Relax shares the processor's output in a group by itself",
+        "drop it",
+        "docs/relax.md",
+    ),
+    Rule(
+        "adjust",
+        ("--rollout-group-share-processor",),
+        lambda s, h: s.group_share_processor and (h.custom_generate or h.samples_per_prompt == 1),
+        "--rollout-group-share-processor has no effect with a custom generate function, with agentic rollout, or with "
+        "one sample a prompt: there is no run of the image processor to share",
+        "drop it",
+        "RFC §4.4",
+    ),
 )
-
-NOT_BUILT: tuple[tuple[str, str, Callable[[Settings], bool]], ...] = (
-    ("--rollout-group-share-processor", "L3a", lambda s: s.group_share_processor),
-)
-"""Layers whose flags exist but which this version cannot switch on. Accepting them in silence would be a lie."""
 
 
 def findings(settings: Settings, host: HostFacts | None = None) -> list[Finding]:
     """All rules that apply, rejects first, otherwise in the order of :data:`RULES`."""
     facts = host or HostFacts()
+    if facts.own_data_plane:  # flags that this host has too follow its rules, not ours
+        settings = Settings(group_share_processor=settings.group_share_processor)
     hits = [
         Finding(rule.verdict, rule.flags, rule.message, rule.way_out, rule.reference)
         for rule in RULES
         if rule.applies is not None and rule.applies(settings, facts)
-    ]
-    hits += [
-        Finding(
-            "reject",
-            (flag,),
-            f"{flag} (layer {layer}) is not available in this version of relax-tq-rdma",
-            f"drop {flag}",
-            "README, status of the layers",
-        )
-        for flag, layer, wanted in NOT_BUILT
-        if wanted(settings)
     ]
     return sorted(hits, key=lambda f: f.verdict != "reject")
 

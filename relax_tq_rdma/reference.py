@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from relax_tq_rdma.compat import NOT_BUILT, RULES
+from relax_tq_rdma.compat import RULES
 from relax_tq_rdma.env import VARIABLES
 from relax_tq_rdma.flags import FLAGS, shown
 
@@ -36,13 +36,11 @@ def compatibility_page() -> str:
         )
         for r in RULES
     ]
-    refused = ", ".join(f"`{flag}` ({layer})" for flag, layer, _ in NOT_BUILT)
     return (
         f"{_HEAD}# Compatibility matrix\n\n"
         "`reject` stops the start with exit code 2 (or 1 where the probe decides), `warn` and `note` are printed, "
         "`adjust` means that a value is ignored and said so.\n\n"
         + _table(("verdict", "flags", "what", "way out", "decided by", "reference"), rows)
-        + (f"\nNot available in this version, refused at start: {refused}.\n" if refused else "")
     )
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from relax_tq_rdma.compat import HostFacts
+from relax_tq_rdma.fanout.choice import resolve_per_rank_fetch
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.transport.port import Verification
 from relax_tq_rdma.transport.report import Decision, Fallback
@@ -26,7 +28,7 @@ def start_line(
     *,
     probe: tuple[int, int] | None = None,
     verify: Verification | None = None,
-    per_rank_fetch: str | None = None,
+    host: HostFacts | None = None,
 ) -> str:
     """The line for a job that is about to run.
 
@@ -35,7 +37,7 @@ def start_line(
         decision: what the job really runs on.
         probe: nodes that passed every check the decision relies on, and nodes asked; ``None`` when nothing was probed.
         verify: the byte round trips; ``None`` when nothing was verified.
-        per_rank_fetch: ``on``/``off`` when the host's side is known, else the setting is shown.
+        host: facts about the host, if there is one: ``per_rank_fetch`` is then what comes of them, else the setting.
     """
     mooncake = decision.backend == "MooncakeStore"
     pairs: dict[str, str] = {
@@ -46,7 +48,7 @@ def start_line(
         "normalize": _on(settings.normalize_multimodal),
         "dedup": _on(settings.dedup_multimodal),
         "staging": _on(settings.host_staging and mooncake),
-        "per_rank_fetch": per_rank_fetch or settings.per_rank_fetch,
+        "per_rank_fetch": _per_rank_fetch(settings, decision, host),
         "fallback": ",".join(_step(f) for f in decision.fallbacks) or "none",
     }
     body = " ".join(f"{key}={value}" for key, value in pairs.items())
@@ -64,6 +66,19 @@ def parse_start_line(line: str) -> Mapping[str, str]:
         raise ValueError(f"not a start line: {line!r}")
     pairs = dict(item.split("=", 1) for item in match[1].split())
     return {**pairs, "probe": match[2], "verify": match[3]}
+
+
+def _per_rank_fetch(settings: Settings, decision: Decision, host: HostFacts | None) -> str:
+    if host is None:
+        return settings.per_rank_fetch
+    choice = resolve_per_rank_fetch(
+        settings,
+        host_switch=host.per_rank_fetch,
+        multimodal=host.multimodal is not False,
+        routed_experts=host.rollout_routed_experts,
+        decision=decision,
+    )
+    return _on(choice.on)
 
 
 def _on(value: bool) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from relax_tq_rdma.compat import NOT_BUILT, RULES
+from relax_tq_rdma.compat import RULES
 from relax_tq_rdma.doctor.as_json import SCHEMA
 from relax_tq_rdma.doctor.render import plain_lines
 from relax_tq_rdma.env import VARIABLES
@@ -22,13 +22,11 @@ def explain(file: TextIO | None = None) -> None:
 
 
 def _explain(console: Console) -> None:
-    refused = {flag for flag, _, _ in NOT_BUILT}
     console.print(Text("flags: all off by default, the job then runs as without the plugin", style="bold"))
     for flag in FLAGS:
         console.print()
         console.print(Text.assemble((_usage(flag), "bold"), f"  [{flag.layer}, default {shown(flag.default)}]"))
-        note = " Not available in this version: refused at start." if flag.name in refused else ""
-        _indented(console, flag.help + "." + note)
+        _indented(console, flag.help + ".")
     console.print()
     console.print(Text("compatibility matrix", style="bold"))
     for rule in RULES:
@@ -57,7 +55,6 @@ def explained() -> dict[str, Any]:
                 "choices": list(flag.choices or ()),
                 "default": flag.default,
                 "help": flag.help,
-                "available": flag.name not in {name for name, _, _ in NOT_BUILT},
             }
             for flag in FLAGS
         ],

@@ -1,7 +1,7 @@
 """Do something right after a module was executed, without importing it.
 
-TransferQueue pulls in torch and Ray, the host's trainer pulls in Megatron: seconds of CPU. A worker that may never touch
-them must not pay only to be ready.
+TransferQueue pulls in torch and Ray, the host's trainer Megatron: seconds of CPU. A worker that may never touch them
+must not pay only to be ready.
 """
 
 from __future__ import annotations

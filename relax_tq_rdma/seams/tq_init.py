@@ -18,6 +18,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from relax_tq_rdma.compat import HostFacts
 from relax_tq_rdma.errors import SeamError, StartError
 from relax_tq_rdma.seams import tq_state
 from relax_tq_rdma.seams.base import SeamReport, installed_transfer_queue, missing_parameters
@@ -40,6 +41,7 @@ class TqInit:
     Args:
         settings: the job's, in its driver; ``None`` in a worker.
         blocked: why a process of a job that uses the plugin must not run here; empty when nothing is known against it.
+        host: what is known of the host, in the driver of its job.
     """
 
     name = "T1 (transfer_queue.init and close)"
@@ -47,8 +49,8 @@ class TqInit:
         "init(conf=None) and close() of transfer_queue.interface, _init_from_existing() and three state variables"
     )
 
-    def __init__(self, settings: Settings | None = None, blocked: str = "") -> None:
-        self._settings, self._blocked = settings, blocked
+    def __init__(self, settings: Settings | None = None, blocked: str = "", host: HostFacts | None = None) -> None:
+        self._settings, self._blocked, self._host = settings, blocked, host
         self._guard: Guard | None = None
 
     @property
@@ -92,7 +94,9 @@ class TqInit:
         if self._guard is not None:
             return
         package, interface = _modules()
-        self._guard = guard = Guard(self._settings, interface.init, interface.close, blocked=self._blocked)
+        self._guard = guard = Guard(
+            self._settings, interface.init, interface.close, blocked=self._blocked, host=self._host
+        )
         init = functools.wraps(interface.init)(lambda conf=None: guard.init(conf))
         close = functools.wraps(interface.close)(lambda: guard.close())
         for function in (init, close):
@@ -125,8 +129,10 @@ class _Running:
 class Guard:
     """``init`` and ``close`` of one process, with what they must remember between the calls."""
 
-    def __init__(self, settings: Settings | None, init: Any, close: Any, *, blocked: str = "") -> None:
-        self._settings, self._blocked = settings, blocked
+    def __init__(
+        self, settings: Settings | None, init: Any, close: Any, *, blocked: str = "", host: HostFacts | None = None
+    ) -> None:
+        self._settings, self._blocked, self._host = settings, blocked, host
         self.original_init, self.original_close = init, close
         self._lock = threading.RLock()  # a signal handler may close in the middle of an init
         self._running: _Running | None = None
@@ -201,7 +207,7 @@ class Guard:
         accounting.configure(settings.accounting, job=job)
         port = RayPort(settings, job, self.original_init, self.original_close)
         with port, tq_state.expected_bootstrap():
-            started = start_job(settings, conf, port, job=job, on_fallback=accounting.record_fallback)
+            started = start_job(settings, conf, port, job=job, host=self._host, on_fallback=accounting.record_fallback)
         self._running = _Running(job, port, started, os.getpid())
         _put_signal_handlers_first()
         atexit.unregister(self._at_exit)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from relax_tq_rdma.compat import HostFacts
 from relax_tq_rdma.errors import StartError
 from relax_tq_rdma.section import JobSection
 from relax_tq_rdma.settings import Settings
@@ -56,6 +57,7 @@ def start_job(
     port: Port,
     *,
     job: str,
+    host: HostFacts | None = None,
     clock: Callable[[], float] = time.monotonic,
     emit: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     on_fallback: Callable[[Fallback], None] = lambda fallback: None,
@@ -67,6 +69,7 @@ def start_job(
         conf: the caller's TransferQueue config, not changed.
         port: the effects.
         job: this job's random token.
+        host: what the start line says of the host, if there is one.
         clock: seconds, monotonic.
         emit: takes one line for the user: progress, warnings, and at last the start line.
         on_fallback: called once for each step down the ladder.
@@ -75,7 +78,7 @@ def start_job(
         StartError: the job must not start; the message says what failed, where and what to do.
         BaseException: whatever interrupted the start (Ctrl-C, an error in the port), after an undo within seconds.
     """
-    run = _Run(settings, conf, port, job, clock, emit, on_fallback)
+    run = _Run(settings, conf, port, job, host, clock, emit, on_fallback)
     try:
         run.drive(ev.Begin())
         if run.state.phase is Phase.FAILED:
@@ -106,12 +109,13 @@ class _Run:
         conf: Any,
         port: Port,
         job: str,
+        host: HostFacts | None,
         clock: Callable[[], float],
         emit: Callable[[str], None],
         on_fallback: Callable[[Fallback], None],
     ) -> None:
         self.state = State(settings)
-        self._conf, self._port, self._job = conf, port, job
+        self._conf, self._port, self._job, self._host = conf, port, job, host
         self._clock, self._emit, self._on_fallback = clock, emit, on_fallback
         self._nodes: dict[str, str] = {}
         self._reports: Sequence[object] = ()
@@ -134,7 +138,7 @@ class _Run:
         assert state.decision is not None
         if self._nodes:
             probe = nodes_ok(state.decision, state.settings, self._reports, self._nodes)
-        line = start_line(state.settings, state.decision, probe=probe, verify=state.verification)
+        line = start_line(state.settings, state.decision, probe=probe, verify=state.verification, host=self._host)
         self._emit(line)
         return Started(state.conf, state.decision, state.verification, probe, state.master, line, state)
 

@@ -1,7 +1,5 @@
 """Every row of the compatibility matrix, by the flags a user types (RFC §4.7 and design §4)."""
 
-import re
-
 import pytest
 
 from relax_tq_rdma import Settings, UsageError, compat
@@ -107,7 +105,14 @@ def test_a_confirmation_that_nothing_asks_for_is_said(argv):
     assert (finding.verdict, finding.way_out) == ("adjust", "drop it")
 
 
-NEED_NOTHING = {"accounting", "storage_backend", "init_timeout_seconds", "per_rank_fetch", "normalize_multimodal"}
+NEED_NOTHING = {
+    "accounting",
+    "storage_backend",
+    "init_timeout_seconds",
+    "per_rank_fetch",
+    "normalize_multimodal",
+    "group_share_processor",
+}
 
 
 @pytest.mark.parametrize(
@@ -119,12 +124,6 @@ def test_a_flag_that_does_nothing_alone_says_so(flag):
     value = values.get(flag.setting) or next((c for c in flag.choices or () if c != flag.default), "7")
     found = compat.findings(Settings.from_flags([flag.name, *([value] if flag.kind == "value" else [])]))
     assert {f.verdict for f in found if flag.name in f.flags} & {"adjust", "reject"}
-
-
-def test_no_way_out_leads_to_a_flag_that_is_refused():
-    refused = {flag for flag, _, _ in compat.NOT_BUILT}
-    for rule in compat.RULES:
-        assert not refused & set(re.findall(r"(?<!drop )--[a-z-]+", rule.way_out)), rule.message
 
 
 def test_rows_that_need_host_facts():
@@ -152,14 +151,6 @@ def test_every_reject_has_a_way_out_and_every_rule_a_reference():
     assert [r.verdict for r in undecided] == ["reject"]
 
 
-@pytest.mark.parametrize("flag_layer", compat.NOT_BUILT, ids=lambda row: row[0])
-def test_layers_that_are_not_built_refuse_to_start(flag_layer):
-    flag, layer, _ = flag_layer
-    argv = [flag, *(["1"] if flag == "--tq-batch-bytes-budget" else [])]
-    with pytest.raises(UsageError, match=rf"{flag} \(layer {layer}\) is not available"):
-        compat.check(Settings.from_flags(argv))
-
-
 def test_per_rank_wanted_follows_the_backend():
     staged = Settings.from_flags([*MOONCAKE, "--tq-host-staging"])
     assert compat.per_rank_wanted(staged, HostFacts(multimodal=True))
@@ -168,3 +159,43 @@ def test_per_rank_wanted_follows_the_backend():
     assert compat.per_rank_wanted(Settings(), HostFacts(per_rank_fetch=True))
     assert not compat.per_rank_wanted(Settings(per_rank_fetch="off"), HostFacts(per_rank_fetch=True))
     assert compat.per_rank_wanted(Settings(per_rank_fetch="host"), HostFacts(per_rank_fetch=True))
+
+
+def test_the_cohort_is_known_only_with_all_its_sizes():
+    sizes = {"tensor_parallel": 2, "pipeline_parallel": 3}
+    assert HostFacts(**sizes, context_parallel=4).cohort == 24
+    assert HostFacts(**sizes).cohort is None
+
+
+ASIDE = HostFacts(fully_async=True, own_data_plane=True)
+
+
+def test_in_colocate_nothing_is_in_force_and_that_is_said():
+    colocate = HostFacts(fully_async=False, hybrid=False)
+    settings = Settings(accounting="summary", group_share_processor=True)
+    assert compat.in_force(settings, colocate) == Settings()
+    assert any("no-op" in f.text for f in compat.check(settings, colocate))
+    assert not any("no-op" in f.text for f in compat.check(Settings(), colocate))
+    hybrid = HostFacts(fully_async=True, hybrid=True)
+    assert compat.in_force(settings, hybrid) == settings
+
+
+def test_a_host_with_a_data_plane_of_its_own_keeps_its_flags_and_only_the_group_processor_is_ours():
+    settings = Settings(rdma_mode="required", dedup_multimodal=True, accounting="summary", group_share_processor=True)
+    [finding] = compat.check(settings, ASIDE)
+    assert "stands aside" in finding.text
+    assert compat.in_force(settings, ASIDE) == Settings(group_share_processor=True)
+
+
+def test_a_host_that_shares_the_processor_s_output_itself():
+    host = HostFacts(fully_async=True, own_group_processor=True)
+    settings = Settings(accounting="summary", group_share_processor=True)
+    assert compat.in_force(settings, host) == Settings(accounting="summary")
+    assert any("by itself" in f.text for f in compat.check(settings, host))
+
+
+@pytest.mark.parametrize("host", [HostFacts(custom_generate=True), HostFacts(samples_per_prompt=1)])
+def test_the_group_processor_says_where_it_cannot_help(host):
+    assert verdicts(["--rollout-group-share-processor"], host) == {"adjust"}
+    assert verdicts(["--rollout-group-share-processor"], HostFacts(samples_per_prompt=8)) == set()
+    assert verdicts([], host) == set()

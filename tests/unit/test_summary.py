@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_tq_rdma import Settings
+from relax_tq_rdma.compat import HostFacts
 from relax_tq_rdma.summary import parse_start_line, start_line
 from relax_tq_rdma.transport.port import Verification
 from relax_tq_rdma.transport.report import Decision, Fallback
@@ -31,7 +32,7 @@ def test_the_line_of_the_design():
         Decision(backend="MooncakeStore", protocol="rdma", device="mlx5_0"),
         probe=(8, 8),
         verify=Verification(passed=8, total=8, wire="rdma"),
-        per_rank_fetch="on",
+        host=HostFacts(per_rank_fetch=True),
     )
     assert line == (
         "[dataplane] backend=MooncakeStore protocol=rdma device=mlx5_0 gdr=off normalize=on dedup=on staging=on "
