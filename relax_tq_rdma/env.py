@@ -58,6 +58,11 @@ STORE_WAIT_SECONDS = Variable(
     "90",
     "how long a put waits for room, or for the master to drop a dead process's segment, in seconds",
 )
+COHORT_SPLIT_SECONDS = Variable(
+    "RTQ_COHORT_SPLIT_SECONDS",
+    "60",
+    "with per-rank fetch: how long ranks of a cohort may be told different things about a batch, in seconds",
+)
 DEDUP_CACHE_MB = Variable(
     "RTQ_DEDUP_CACHE_MB",
     "512",
@@ -82,6 +87,7 @@ VARIABLES: tuple[Variable, ...] = (
     ACCOUNTING_DIR,
     STORE_CALL_SECONDS,
     STORE_WAIT_SECONDS,
+    COHORT_SPLIT_SECONDS,
     DEDUP_CACHE_MB,
     RECYCLED_MB,
     PAYLOAD_CHECKSUM,
