@@ -69,16 +69,15 @@ def parse_start_line(line: str) -> Mapping[str, str]:
 
 
 def _per_rank_fetch(settings: Settings, decision: Decision, host: HostFacts | None) -> str:
+    """With the number of ranks that read the same rows, or with what stands in the way of a wish (RFC §4.5)."""
     if host is None:
         return settings.per_rank_fetch
-    choice = resolve_per_rank_fetch(
-        settings,
-        host_switch=host.per_rank_fetch,
-        multimodal=host.multimodal is not False,
-        routed_experts=host.rollout_routed_experts,
-        decision=decision,
-    )
-    return _on(choice.on)
+    wanted = resolve_per_rank_fetch(
+        settings, host_switch=host.per_rank_fetch, multimodal=host.multimodal is not False, decision=decision
+    ).on
+    if wanted and host.rollout_routed_experts:
+        return "off:rollout_routed_experts"
+    return f"on:x{host.cohort}" if wanted and host.cohort is not None else _on(wanted)
 
 
 def _on(value: bool) -> str:

@@ -40,6 +40,24 @@ def test_the_line_of_the_design():
     )
 
 
+@pytest.mark.parametrize(
+    ("facts", "shown"),
+    [
+        ({}, "on"),
+        ({"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 8}, "on:x32"),
+        ({"tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1}, "on:x1"),
+        ({"rollout_routed_experts": True}, "off:rollout_routed_experts"),
+        ({"multimodal": False}, "off"),
+        ({"multimodal": False, "rollout_routed_experts": True}, "off"),
+    ],
+)
+def test_how_often_each_row_is_read(facts, shown):
+    settings = Settings(storage_backend="mooncake", host_staging=True)
+    decision = Decision(backend="MooncakeStore", protocol="tcp")
+    line = start_line(settings, decision, host=HostFacts(**facts))
+    assert parse_start_line(line)["per_rank_fetch"] == shown
+
+
 def test_staging_is_not_claimed_after_a_fallback_to_simple_storage():
     line = start_line(Settings(storage_backend="mooncake", host_staging=True))
     assert parse_start_line(line)["staging"] == "off"
