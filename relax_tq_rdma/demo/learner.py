@@ -19,7 +19,10 @@ LEARNING_RATE = 0.005
 
 
 class Learner:
-    """Holds the weights of one rank; ``step`` is collective over the whole mesh."""
+    """Holds the weights of one rank; ``step`` is collective over the whole mesh.
+
+    ``gradient_norm`` is the L2 norm of the whole model's last gradient, the same on every rank.
+    """
 
     def __init__(self, comm: Comm, seed: int) -> None:
         self._comm = comm
@@ -28,7 +31,8 @@ class Learner:
         self._is_first, self._is_last = coords.pp == 0, coords.pp == mesh.pp - 1
         self.weights = model.shard(model.initial_weights(seed), self._layers, coords.tp, mesh.tp)
         self._parameters = [weight.requires_grad_() for weight in self.weights.values()]
-        self._optimizer = torch.optim.Adam(self._parameters, lr=LEARNING_RATE)
+        self.optimizer = torch.optim.Adam(self._parameters, lr=LEARNING_RATE)
+        self.gradient_norm = 0.0
 
     def step(self, rows: Sequence[Row]) -> float:
         """Forward and backward over ``rows`` (this DP rank's part, in sample order), then the optimiser step.
@@ -109,8 +113,18 @@ class Learner:
         for parameter in self._parameters:
             parameter.grad = flat[at : at + parameter.numel()].reshape(parameter.shape).clone()
             at += parameter.numel()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.gradient_norm = self._norm()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _norm(self) -> float:
+        """What every TP rank holds whole counts once; CP and DP ranks hold the same gradients by now."""
+        split = {parameter.name for parameter in model.PARAMETERS if parameter.split is not None}
+        mine = [w.grad for name, w in self.weights.items() if name in split or self._comm.coords.tp == 0]
+        squares = torch.stack([torch.zeros(()), *(g.square().sum() for g in mine if g is not None)]).sum()
+        for axis in ("tp", "pp"):
+            squares = self._comm.sum_(squares, axis)
+        return float(squares.sqrt())
 
 
 class _SumThrough(torch.autograd.Function):

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
 from relax_tq_rdma.demo.mesh import Axis, Coords, Mesh
 
 _AXES: dict[str, tuple[Axis, ...]] = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "pp": ("pp",), "tp_cp": ("tp", "cp")}

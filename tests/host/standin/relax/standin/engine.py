@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from relax_tq_rdma.demo import model, prompts
-from relax_tq_rdma.demo.processor import ImageProcessor, visual_tokens
 
 from relax.utils.types import Sample
+from relax_tq_rdma.demo import model, prompts
+from relax_tq_rdma.demo.processor import ImageProcessor, visual_tokens
 
 Weights = model.Weights
 
@@ -60,12 +60,18 @@ def update_weights(version: int, weights: Weights) -> None:
         del _weights[old]
 
 
+def version_for(args: Namespace, rollout_id: int) -> int:
+    """A rollout answers with the weights after step ``rollout_id - max_staleness``, so that runs can be compared."""
+    return max(args.start_rollout_id, rollout_id - (args.max_staleness if args.fully_async else 0))
+
+
+def ready(args: Namespace, rollout_id: int) -> bool:
+    return version_for(args, rollout_id) in _weights
+
+
 def begin(args: Namespace, rollout_id: int) -> None:
-    """The rollout answers with the weights after step ``rollout_id - max_staleness``, so that runs can be compared."""
     global _version
-    _version = max(args.start_rollout_id, rollout_id - (args.max_staleness if args.fully_async else 0))
-    if _version not in _weights:
-        raise RuntimeError(f"rollout {rollout_id} needs the weights of version {_version}, which never came")
+    _version = version_for(args, rollout_id)
     _aborted.clear()
 
 

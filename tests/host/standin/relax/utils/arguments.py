@@ -1,4 +1,4 @@
-"""Command line of the host: Megatron's parser, the host's groups, then a namespace that validation completes in place."""
+"""The host's command line: Megatron's parser, the host's groups, and a validation that completes the namespace."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from importlib import metadata
 from typing import Any
 
 import yaml
-from relax_tq_rdma.demo.model import POSITIONS
 
 from relax.standin.line import NEW
+from relax_tq_rdma.demo.model import POSITIONS
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 DEFAULT_ROLLOUT = "relax.engine.rollout.sglang_rollout.generate_rollout"

@@ -6,7 +6,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from relax.utils.misc import load_function
 
@@ -28,7 +28,10 @@ def reload_function(module_path: str) -> Callable[..., Any] | None:
 class ReloadableMixin:
     """For actors whose ``args`` name their functions as ``<module_name>_path`` and which hold them in attributes."""
 
-    _RELOADABLE_MODULES: dict[str, str] = {"rollout_function": "generate_rollout", "eval_function": "eval_generate_rollout"}
+    _RELOADABLE_MODULES: ClassVar[dict[str, str]] = {
+        "rollout_function": "generate_rollout",
+        "eval_function": "eval_generate_rollout",
+    }
 
     def reload_module(self, module_name: str, module_path: str | None = None) -> dict[str, Any]:
         attribute = self._RELOADABLE_MODULES.get(module_name)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from relax_tq_rdma.demo import prompts
 from tensordict import TensorDict
 
 from relax.standin.line import LINE, NEW
 from relax.utils.env import Envs, validate_env
 from relax.utils.misc import load_function
 from relax.utils.types import Sample
+from relax_tq_rdma.demo import prompts
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +106,7 @@ async def transfer_batch_to_data_system(
         CURRENT_ROLLOUT_BATCH.extend(samples)
         batch = convert_samples_to_train_data(args, samples)
         meta = (
-            build_rollout_custom_meta(batch)
-            if NEW
-            else [{"total_lengths": n} for n in batch["total_lengths"].tolist()]
+            build_rollout_custom_meta(batch) if NEW else [{"total_lengths": n} for n in batch["total_lengths"].tolist()]
         )
         await _put(data_system_client, batch, f"train_{rollout_id}", meta, is_last)
     except Exception:
@@ -169,3 +167,10 @@ def post_process_env(args: Namespace, env: dict[str, Any]) -> dict[str, Any]:
 
 def _paths(text: str | None) -> list[str]:
     return [path for path in (text or "").split(os.pathsep) if path]
+
+
+def process_args(args: Namespace, role: str) -> None:
+    """A role's own layout, in place. Here every role but the actor runs on one rank."""
+    if role != "actor":
+        args.tensor_model_parallel_size = args.pipeline_model_parallel_size = args.context_parallel_size = 1
+        args.load = None

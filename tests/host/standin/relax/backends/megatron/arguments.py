@@ -35,9 +35,7 @@ def megatron_validate_args(args: argparse.Namespace) -> argparse.Namespace:
     validated = argparse.Namespace(**vars(args))
     world = validated.actor_num_nodes * validated.actor_num_gpus_per_node
     parallel = (
-        validated.tensor_model_parallel_size
-        * validated.pipeline_model_parallel_size
-        * validated.context_parallel_size
+        validated.tensor_model_parallel_size * validated.pipeline_model_parallel_size * validated.context_parallel_size
     )
     if world % parallel:
         raise ValueError(f"world size {world} is not a multiple of TP x PP x CP = {parallel}")

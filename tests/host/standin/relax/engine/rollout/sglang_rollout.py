@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from relax_tq_rdma.demo import prompts
 
 from relax.standin import engine
 from relax.standin.line import NEW
@@ -23,6 +22,7 @@ from relax.utils.data.processor_pool import ProcessorPool, prepare_mm_inputs_for
 from relax.utils.misc import SingletonMeta, load_function
 from relax.utils.types import Sample
 from relax.utils.utils import transfer_batch_to_data_system
+from relax_tq_rdma.demo import prompts
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,9 @@ class GenerateState(metaclass=SingletonMeta):
         """One task a group."""
         for group in samples:
             params = self.sampling_params.copy()
-            task = asyncio.create_task(generate_and_rm_group(self.args, group, sampling_params=params, evaluation=False))
+            task = asyncio.create_task(
+                generate_and_rm_group(self.args, group, sampling_params=params, evaluation=False)
+            )
             self.pendings.add(task)
         self.remaining_batch_size += len(samples)
 
@@ -101,7 +103,11 @@ async def _encode_multimodal_inputs(multimodal_inputs: dict[str, Any]) -> tuple[
     state = GenerateState(None)  # it exists by now
     tasks = [loop.run_in_executor(state.encode_executor, encode, image) for image in multimodal_inputs["images"] or ()]
     images = list(await asyncio.gather(*tasks))
-    encoded = {"image_data": images, "video_data": multimodal_inputs["videos"], "audio_data": multimodal_inputs["audio"]}
+    encoded = {
+        "image_data": images,
+        "video_data": multimodal_inputs["videos"],
+        "audio_data": multimodal_inputs["audio"],
+    }
     return encoded, time.time() - began
 
 

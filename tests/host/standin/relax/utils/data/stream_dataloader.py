@@ -73,7 +73,15 @@ def _get_data(
 
     def fetch_once() -> list[Any]:
         return _fetch(
-            args, tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index, token_budget
+            args,
+            tq_client,
+            data_fields,
+            batch_size,
+            partition_id,
+            task_name,
+            sampling_config,
+            batch_index,
+            token_budget,
         )
 
     rollout_data: list[Any] = [None, None]
@@ -305,9 +313,7 @@ def _bcast_known_tensor(
 # --- micro-batches ----------------------------------------------------------------------------------------------------
 
 
-def split_dict(
-    data_dict: dict[str, Any], batch_meta: Any, micro_batch_size: int
-) -> list[tuple[dict[str, Any], Any]]:
+def split_dict(data_dict: dict[str, Any], batch_meta: Any, micro_batch_size: int) -> list[tuple[dict[str, Any], Any]]:
     """Cut a batch into micro-batches of ``micro_batch_size`` rows, each with its part of the metadata."""
     if micro_batch_size <= 0:
         raise ValueError("micro_batch_size must be above 0")
