@@ -44,7 +44,7 @@ def run_job(options: Options, settings: Settings, report: Reporter) -> JobResult
         fetch = f"per-rank fetch {'on' if choice.on else 'off'}, {choice.why}"
         report.phase(f"starting the rollout and {options.mesh.world} trainer ranks ({fetch})")
         # Not earlier: their imports would take the cores from a start that has a deadline.
-        workers = Workers(options, with_plugin=not settings.touches_nothing)
+        workers = Workers(options, settings)
         stack.callback(_undisturbed, workers.stop)
         workers.connect(system.config, per_rank=choice.on)
         report.phase(f"training {options.steps} steps")

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from relax_tq_rdma.demo import model, prompts, rows
 from relax_tq_rdma.demo.accounting_lines import LineCatcher
 from relax_tq_rdma.demo.processor import ImageProcessor, visual_tokens
 from relax_tq_rdma.demo.rows import Sample
+from relax_tq_rdma.rollout.group_processor import GroupProcessor, Output
 
 PROCESSOR_THREADS = 2
 
@@ -33,20 +35,32 @@ class Produced:
     lines: list[str]
 
 
+@dataclass(frozen=True)
+class Member:
+    """What of a sample decides whether its group shares one run of the image processor."""
+
+    prompt: str
+    multimodal_inputs: dict[str, Any] | None
+
+
 class Rollout:
     """``await prepare()`` and ``await connect(tq_config)`` once, then ``await produce(step, weights)`` per step.
 
     The event loop of the actor is the one that awaits the client, and image processing runs in threads beside it, once
-    per sample, as the host does it.
+    per sample, as the host does it, or with ``share_processor`` once per group.
     """
 
-    def __init__(self, seed: int, prompts_per_step: int, samples_per_prompt: int, max_tokens: int) -> None:
+    def __init__(
+        self, seed: int, prompts_per_step: int, samples_per_prompt: int, max_tokens: int, share_processor: bool
+    ) -> None:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
         self._seed = seed
         self._prompts = prompts_per_step
         self._samples = samples_per_prompt
         self._max_tokens = max_tokens
+        self._sharing = GroupProcessor() if share_processor else None
+        self._run_image_processor = self._sharing.share(self._pixels) if self._sharing else self._pixels
         self._threads = ThreadPoolExecutor(PROCESSOR_THREADS, thread_name_prefix="processor")
         self._client: Any = None
         self._lines = LineCatcher()
@@ -76,7 +90,7 @@ class Rollout:
         groups = [rows.make_group(prompt, self._samples) for prompt in drawn]
         samples = [sample for group in groups for sample in group]
 
-        await asyncio.gather(*(self._process(sample, partition) for sample in samples))
+        await asyncio.gather(*(self._process_group(group, partition) for group in groups))
         for group in groups:
             self._answer(group, weights)
         data = rows.to_tensordict(samples)
@@ -95,17 +109,26 @@ class Rollout:
             lines=self._lines.take(),
         )
 
-    async def _process(self, sample: Sample, partition: str) -> None:
-        sample.tokens = prompts.text_tokens(sample.prompt.text)
-        if sample.multimodal_inputs is not None:
-            loop = asyncio.get_running_loop()
-            made = await loop.run_in_executor(self._threads, self._pixels, sample.multimodal_inputs, partition)
-            sample.multimodal_train_inputs = made
-            sample.tokens = prompts.picture_tokens(visual_tokens(made)) + sample.tokens
+    async def _process_group(self, group: list[Sample], partition: str) -> None:
+        members = [Member(sample.prompt.text, sample.multimodal_inputs) for sample in group]
+        with self._sharing.scope(None, members) if self._sharing else nullcontext():
+            await asyncio.gather(*(self._process(sample, partition) for sample in group))
 
-    def _pixels(self, multimodal_inputs: dict[str, Any], partition: str) -> dict[str, torch.Tensor]:
+    async def _process(self, sample: Sample, partition: str) -> None:
+        text, media = sample.prompt.text, sample.multimodal_inputs
+        sample.tokens = prompts.text_tokens(text)
+        if media is not None:
+            sample.tokens, sample.multimodal_train_inputs, _ = await self._run_image_processor(
+                self._processor, partition, text, media
+            )
+
+    async def _pixels(self, processor: Any, partition: Any, text: str, media: dict[str, Any]) -> Output:
+        """With the host's signature: tokens of pictures and text, train inputs, seconds."""
+        began = time.perf_counter()
         with accounting.stage("image_processor", partition):
-            return self._processor(multimodal_inputs)
+            made = await asyncio.get_running_loop().run_in_executor(self._threads, processor, media)
+        tokens = prompts.picture_tokens(visual_tokens(made)) + prompts.text_tokens(text)
+        return tokens, made, time.perf_counter() - began
 
     def _answer(self, group: list[Sample], weights: model.Weights) -> None:
         for sample in group:

@@ -10,6 +10,7 @@ from relax_tq_rdma.demo.options import Options
 from relax_tq_rdma.demo.rollout import Produced, Rollout
 from relax_tq_rdma.demo.trainer import Trained, Trainer
 from relax_tq_rdma.errors import DataplaneError, TransferError
+from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.transport import gcs
 
 START_SECONDS = 180.0
@@ -23,16 +24,22 @@ STEP_SECONDS = ROWS_SECONDS + 120.0
 class Workers:
     """Unnamed actors without a CPU reservation: they die with the driver, whatever ends it."""
 
-    def __init__(self, options: Options, with_plugin: bool) -> None:
+    def __init__(self, options: Options, settings: Settings) -> None:
         import ray
 
         self._options = options
-        self._with_plugin = with_plugin
+        self._with_plugin = not settings.touches_nothing
         self._connected = False
         self._rollout = (
             ray.remote(Rollout)
             .options(num_cpus=0, max_concurrency=1)  # it works ahead, but on one step at a time
-            .remote(options.seed, options.prompts, options.samples_per_prompt, options.image_max_tokens)
+            .remote(
+                options.seed,
+                options.prompts,
+                options.samples_per_prompt,
+                options.image_max_tokens,
+                settings.group_share_processor,
+            )
         )
         self._prepared = self._rollout.prepare.remote()  # seconds of imports, while the ranks start
         trainer = ray.remote(Trainer).options(num_cpus=0)

@@ -26,7 +26,8 @@ PATIENT = ["--tq-init-timeout-seconds", "90"]
 MOONCAKE = ["--tq-storage-backend", "mooncake", "--tq-mooncake-auto-init", "job-owned", *PATIENT]
 ROWS = ["--tq-normalize-multimodal", "--tq-dedup-multimodal"]
 POOL = ["--tq-host-staging", "--tq-host-staging-mb", "128", "--tq-batch-bytes-budget", "200000"]
-EVERY_LAYER = [*MOONCAKE, *ROWS, "--tq-dedup-share-view", *POOL, "--dataplane-accounting", "verbose"]
+SHARED = ["--rollout-group-share-processor", "--tq-dedup-share-view"]
+EVERY_LAYER = [*MOONCAKE, *ROWS, *SHARED, *POOL, "--dataplane-accounting", "verbose"]
 
 
 def command(*argv):

@@ -30,7 +30,7 @@ def events(monkeypatch):
         return SimpleNamespace(config={}, decision=UNTOUCHED, summary_line="")
 
     class Workers:
-        def __init__(self, options, with_plugin):
+        def __init__(self, options, settings):
             seen.append("actors up")
 
         def connect(self, tq_config, per_rank):
