@@ -20,6 +20,7 @@ from relax_tq_rdma.accounting import notes
 from relax_tq_rdma.seams import relax_rollout
 from relax_tq_rdma.seams.base import require
 from relax_tq_rdma.seams.relax_rollout import MODULE, RelaxRollout
+from tests.host_module import forget, modules_in
 
 HOST = """
 import asyncio
@@ -53,26 +54,10 @@ STATE = object()
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes the host's module; a second call with other text is a new version of it."""
-    path = tmp_path.joinpath(*MODULE.split(".")).with_suffix(".py")
-    path.parent.mkdir(parents=True)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    forget()
-
-    def write(text: str = HOST) -> Path:
-        path.write_text(text)
-        importlib.invalidate_caches()
-        return path
-
-    write()
-    yield write
-    forget()
-
-
-def forget() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "relax"]:
-        del sys.modules[name]
+    """Writes modules of the host; the rollout is there."""
+    with modules_in(tmp_path, monkeypatch) as write:
+        write(MODULE, HOST)
+        yield write
 
 
 def args_of(**more: Any) -> argparse.Namespace:
@@ -143,7 +128,7 @@ def test_applied_twice_is_applied_once(taken: Any) -> None:
 
 
 def test_a_hot_reload_is_followed(taken: Any) -> None:
-    taken.write(HOST.replace("[1, 2]", "[3]"))
+    taken.write(MODULE, HOST.replace("[1, 2]", "[3]"))
     importlib.reload(taken.module)
     taken.seam.apply()
     group = generate(taken.module, args_of(), make_group())
@@ -221,7 +206,7 @@ def test_an_absent_host_is_said_without_importing_anything(monkeypatch: pytest.M
 
 
 def test_the_check_reads_the_source_and_does_not_run_it(host: Any) -> None:
-    host("raise SystemError('no GPU here')\n" + HOST)
+    host(MODULE, "raise SystemError('no GPU here')\n" + HOST)
     assert RelaxRollout().check().ok
     assert MODULE not in sys.modules
 
@@ -246,7 +231,7 @@ def test_the_check_reads_the_source_and_does_not_run_it(host: Any) -> None:
 )
 def test_drift_is_named(host: Any, imported: bool, old: str, new: str, found: str) -> None:
     assert old in HOST
-    host(HOST.replace(old, new))
+    host(MODULE, HOST.replace(old, new))
     if imported:
         importlib.import_module(MODULE)
     report = RelaxRollout().check()
@@ -259,10 +244,7 @@ def test_drift_is_named(host: Any, imported: bool, old: str, new: str, found: st
 
 
 def test_a_host_that_shares_by_itself_is_left_alone(host: Any) -> None:
-    own = host().parents[2] / "utils" / "data" / "group_processor.py"
-    own.parent.mkdir(parents=True)
-    own.write_text("")
-    importlib.invalidate_caches()
+    host("relax.utils.data.group_processor", "")
     seam = RelaxRollout()
     assert seam.check().ok
     assert seam.check().text == (
