@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 import relax.utils
 from relax.core.service import Service
 from relax.standin import checkpoint, record
-from relax.standin.line import NEW
+from relax.standin.line import NEW, WITH
 from relax.utils.async_utils import stop_async_loop
 from relax.utils.utils import compute_dp_size
 
@@ -41,18 +41,37 @@ class Controller:
 
     def _initialize_data_system(self) -> None:
         config = self.config
-        storage: dict[str, int] = {"num_data_storage_units": config.num_data_storage_units}
-        if not NEW:
-            rows = config.rollout_batch_size * config.n_samples_per_prompt
-            storage["total_storage_size"] = rows * (config.max_staleness + 1)
         conf = OmegaConf.create(
             {
                 "controller": {"sampler": self._sampler(), "polling_mode": config.polling_mode},
-                "backend": {"SimpleStorage": storage},
+                "backend": self._resolve_tq_backend() if "pr256" in WITH else {"SimpleStorage": self._storage()},
             },
             flags={"allow_objects": True},
         )
         config.tq_config = tq.init(conf=conf) or conf
+
+    def _storage(self) -> dict[str, int]:
+        config = self.config
+        storage: dict[str, int] = {"num_data_storage_units": config.num_data_storage_units}
+        if not NEW:
+            rows = config.rollout_batch_size * config.n_samples_per_prompt
+            storage["total_storage_size"] = rows * (config.max_staleness + 1)
+        return storage
+
+    if "pr256" in WITH:
+
+        def _resolve_tq_backend(self) -> dict[str, Any]:
+            from relax.utils.tq.config import build_simple_storage_config, validate_config
+
+            problems = validate_config(self.config)
+            if problems:
+                raise ValueError("; ".join(problems))
+            return build_simple_storage_config(
+                self._storage().get("total_storage_size"), self.config.num_data_storage_units
+            )
+
+        def _close_data_system(self) -> None:
+            tq.close()
 
     def _sampler(self) -> Any:
         config = self.config

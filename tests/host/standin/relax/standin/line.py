@@ -1,8 +1,9 @@
-"""Which line of the host this process imitates. Read once, at import."""
+"""Which line of the host this process imitates, and what it brings beyond it. Read once, at import."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 LINE = os.environ.get("STANDIN_LINE", "new")
 if LINE not in ("mid", "new"):
@@ -10,3 +11,14 @@ if LINE not in ("mid", "new"):
 
 NEW = LINE == "new"
 """The newest mainline (M-new); else mid 2026 (M-mid)."""
+
+WITH = frozenset(filter(None, os.environ.get("STANDIN_WITH", "").split(",")))
+"""Work that is not in the mainline: ``pr256`` (a data plane of the host's own), ``group-processor``."""
+
+VARIANTS = Path(__file__).resolve().parents[2] / "variants"
+
+
+def variant_paths(package: str) -> list[str]:
+    """More folders of a package of the host, for its ``__path__``: one for each variant that adds modules to it."""
+    folders = (VARIANTS / variant / package for variant in sorted(WITH))
+    return [str(folder) for folder in folders if folder.is_dir()]

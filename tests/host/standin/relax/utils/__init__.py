@@ -8,7 +8,9 @@ import os
 import sys
 from typing import Any
 
-from relax.standin.line import NEW
+from relax.standin.line import NEW, variant_paths
+
+__path__ += variant_paths("utils")
 
 
 def try_import_telemetry_hook(logger: Any = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from relax.standin.line import NEW
+from relax.standin.line import NEW, WITH
 from relax_tq_rdma.demo.model import POSITIONS
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -50,6 +50,9 @@ def get_slime_extra_args_provider(add_custom_arguments: Provider | None = None) 
             parser.add_argument("--max-staleness", type=int, default=0)
             parser.add_argument("--polling-mode", type=bool, default=True)
             parser.add_argument("--num-iters-per-train-update", type=int, default=1)
+            if "pr256" in WITH:
+                parser.add_argument("--tq-rdma-mode", choices=["off", "auto", "required"], default="off")
+                parser.add_argument("--tq-rdma-device", default="")
             return parser
 
         def add_cluster_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from relax.standin.line import LINE, NEW
+from relax.standin.line import LINE, NEW, WITH
 from relax.utils.env import Envs, validate_env
 from relax.utils.misc import load_function
 from relax.utils.types import Sample
@@ -151,7 +151,7 @@ def post_process_env(args: Namespace, env: dict[str, Any]) -> dict[str, Any]:
     variables["TQ_PRE_ALLOC_SAMPLE_NUM"] = str(args.rollout_batch_size * args.n_samples_per_prompt)
     variables["TQ_ZERO_COPY_SERIALIZATION"] = "true"
     variables["SLIME_HOST_IP"] = "127.0.0.1"
-    variables["STANDIN_LINE"] = LINE
+    variables["STANDIN_LINE"], variables["STANDIN_WITH"] = LINE, ",".join(sorted(WITH))
     repository = str(Path(__file__).resolve().parents[2])
     paths = [repository, *_paths(os.environ.get("PYTHONPATH")), *_paths(variables.get("PYTHONPATH"))]
     variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from relax.standin import engine
-from relax.standin.line import NEW
+from relax.standin.line import NEW, WITH
 from relax.utils.async_utils import run
 from relax.utils.data.processor_pool import ProcessorPool, prepare_mm_inputs_for_ipc, process_sample_in_worker
 from relax.utils.misc import SingletonMeta, load_function
@@ -117,7 +117,10 @@ async def generate(
     state = GenerateState(args)
     timing: dict[str, float] = {}
     prompt_ids = state.tokenizer.encode(sample.prompt)
-    if _has_media(sample.multimodal_inputs):
+    if hasattr(sample, "_group_processor_output"):
+        prompt_ids, sample.multimodal_train_inputs, timing["image_processor"] = sample._group_processor_output
+        del sample._group_processor_output
+    elif _has_media(sample.multimodal_inputs):
         prompt_ids, train_inputs, timing["image_processor"] = await _run_image_processor(
             state, args, sample.prompt, sample.multimodal_inputs
         )
@@ -208,11 +211,26 @@ async def generate_and_rm_group(
         for position, sample in enumerate(group):
             sample._pre_encoded_mm = encoded
             sample._pre_encoded_mm_elapsed = 0.0 if position else elapsed
+    if "group-processor" in WITH:
+        await _process_once(state, args, group)
     tasks = [
         asyncio.create_task(generate_and_rm(args, sample, sampling_params.copy(), evaluation=evaluation))
         for sample in group
     ]
     return list(await asyncio.gather(*tasks))
+
+
+async def _process_once(state: GenerateState, args: Namespace, group: list[Sample]) -> None:
+    """What an unmerged branch of the host does; the mainline has nothing like it."""
+    from relax.utils.data.group_processor import copy_group_processor_output, get_reusable_group_processor_input
+
+    shared = get_reusable_group_processor_input(group)
+    if shared is None:
+        return
+    prompt_ids, train_inputs, elapsed = await _run_image_processor(state, args, *shared)
+    for position, sample in enumerate(group):
+        copies = copy_group_processor_output(prompt_ids, train_inputs)
+        sample._group_processor_output = (*copies, 0.0 if position else elapsed)
 
 
 # --- one rollout ------------------------------------------------------------------------------------------------------
