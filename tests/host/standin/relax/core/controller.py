@@ -208,7 +208,7 @@ def start_ray(runtime_env: dict[str, Any]) -> None:
     ray.init(
         runtime_env=runtime_env,
         log_to_driver=False,
-        num_cpus=8,
+        num_cpus=4,
         include_dashboard=False,
         object_store_memory=128 << 20,
         _node_ip_address="127.0.0.1",

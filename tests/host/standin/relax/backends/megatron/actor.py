@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 from relax.backends.megatron.data import DataIterator, get_batch, rows_of
 from relax.distributed.ray.train_actor import TrainRayActor
-from relax.standin import checkpoint
+from relax.standin import checkpoint, record
 from relax.standin.line import NEW
 from relax.utils.async_utils import run
 from relax.utils.data.stream_dataloader import (
@@ -63,6 +63,7 @@ class MegatronTrainRayActor(TrainRayActor):
         super().init(args, role, with_ref, with_opd_teacher, port=port)
         tq.init(args.tq_config)
         self.data_system_client = tq.get_client()
+        record.write(args, "process", role=role, rank=self._rank)
         self.learner = Learner(Comm(self.mesh, self._rank, timedelta(seconds=args.standin_wait_seconds)), args.seed)
         if args.load:
             checkpoint.load(args, self._rank, self.learner)

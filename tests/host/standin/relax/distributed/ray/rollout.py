@@ -36,6 +36,7 @@ class RolloutManager(ReloadableMixin):
         self.args, self.pg = args, pg
         tq.init(args.tq_config)
         self.data_system_client = tq.get_client()
+        record.write(args, "process", role="rollout_manager", rank=0)
         self.data_source = data_source
         self.generate_rollout = load_function(args.rollout_function_path)
         self.eval_generate_rollout = load_function(args.eval_function_path)
