@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import ray
@@ -32,6 +33,8 @@ _MARGIN_SECONDS = 1.0
 """A call on a node gets this much less than its caller waits."""
 
 _DIAL_SECONDS = 3.0
+
+_Self = TypeVar("_Self", bound="NodeAgents")
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,34 +91,38 @@ class NodeAgent:
             return [_plain(result) for result in pool.map(lambda request: run_peer(request, limit), wanted)]
 
 
-class Agents:
-    """The agents of the nodes that are alive now. A context manager; :meth:`close` kills them, always."""
+class NodeAgents(ABC):
+    """One agent on each of ``nodes``. A context manager; :meth:`close` ends them, always."""
 
-    def __init__(self, nodes: Mapping[str, Node]) -> None:
-        self.nodes = dict(nodes)
-        remote = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=4)(NodeAgent)
-        self._handles = {
-            node_id: remote.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-            ).remote()
-            for node_id in self.nodes
-        }
+    nodes: dict[str, Node]
 
-    def __enter__(self) -> Agents:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @abstractmethod
     def call(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """Begin a call on each node that has arguments; returns node id to reference, for :func:`gather`."""
-        return {i: getattr(self._handles[i], method).remote(*args) for i, args in arguments.items()}
+        """Begin a call of :class:`NodeAgent` on each node that has arguments; node id to reference, for
+        :meth:`gather`."""
+
+    @abstractmethod
+    def gather(self, refs: Mapping[str, Any], limit: float) -> dict[str, Any]:
+        """Wait at most ``limit`` seconds. Returns the answer of each node, or the exception its call ended with.
+
+        A node that did not answer in time is not in the result.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the agents. Idempotent."""
 
     def run_peers(self, requests: Mapping[str, Sequence[PeerRequest]], limit: float) -> dict[str, list[PeerResult]]:
         """Native clients on each node, all at once. A node that does not answer in time gets a result that says so."""
         inner = max(0.5, limit - _MARGIN_SECONDS)
         refs = self.call("peers", {i: ([_plain(r) for r in asked], inner) for i, asked in requests.items()})
-        answers = gather(refs, limit)
+        answers = self.gather(refs, limit)
         results = {}
         for node_id, asked in requests.items():
             answer = answers.get(node_id, f"the node did not answer within {limit:.0f} s")
@@ -127,35 +134,46 @@ class Agents:
                 results[node_id] = msgspec.convert(answer, list[PeerResult])
         return results
 
+
+class Agents(NodeAgents):
+    """The agents of nodes of a Ray cluster: light actors."""
+
+    def __init__(self, nodes: Mapping[str, Node]) -> None:
+        self.nodes = dict(nodes)
+        remote = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=4)(NodeAgent)
+        self._handles = {
+            node_id: remote.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+            ).remote()
+            for node_id in self.nodes
+        }
+
+    def call(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        return {i: getattr(self._handles[i], method).remote(*args) for i, args in arguments.items()}
+
+    def gather(self, refs: Mapping[str, Any], limit: float) -> dict[str, Any]:
+        answers: dict[str, Any] = {}
+        if not refs:
+            return answers
+        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=max(0.0, limit))
+        done = set(ready)
+        for node_id, ref in refs.items():
+            if ref in done:
+                try:
+                    answers[node_id] = ray.get(ref, timeout=1.0)
+                except Exception as exc:
+                    answers[node_id] = exc
+        return answers
+
     def close(self) -> None:
-        """Kill the agents. Idempotent."""
         handles, self._handles = self._handles, {}
         for handle in handles.values():
             with contextlib.suppress(Exception):  # Ray may be gone already; then so are they
                 ray.kill(handle)
 
 
-def gather(refs: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """Wait at most ``limit`` seconds. Returns the answer of each node, or the exception its call ended with.
-
-    A node that did not answer in time is not in the result.
-    """
-    answers: dict[str, Any] = {}
-    if not refs:
-        return answers
-    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=max(0.0, limit))
-    done = set(ready)
-    for node_id, ref in refs.items():
-        if ref in done:
-            try:
-                answers[node_id] = ray.get(ref, timeout=1.0)
-            except Exception as exc:
-                answers[node_id] = exc
-    return answers
-
-
 def probe_cluster(
-    settings: Settings, limit: float, agents: Agents | None = None
+    settings: Settings, limit: float, agents: NodeAgents | None = None
 ) -> tuple[dict[str, str], list[NodeReport]]:
     """Probe every alive node and let the nodes dial one another.
 
@@ -183,18 +201,18 @@ def probe_cluster(
     )
     checks = _dial_one_another(agents, ends) if settings.wants_mooncake and len(nodes) > 1 else {}
     reports = []
-    for node_id, answer in gather(probes, ends - time.monotonic()).items():
+    for node_id, answer in agents.gather(probes, ends - time.monotonic()).items():
         report = _read_report(node_id, nodes[node_id].name, answer)
         if report is not None:
             reports.append(_with_reach(report, checks.get(node_id)))
     return {node_id: node.name for node_id, node in nodes.items()}, reports
 
 
-def _dial_one_another(agents: Agents, ends: float) -> dict[str, Check]:
+def _dial_one_another(agents: NodeAgents, ends: float) -> dict[str, Check]:
     """Let every node listen and others dial it. One that does not listen in time is left out: it has other worries."""
     listening = {
         i: answer
-        for i, answer in gather(
+        for i, answer in agents.gather(
             agents.call("listen", {i: (node.address,) for i, node in agents.nodes.items()}),
             (ends - time.monotonic()) * 0.6,
         ).items()
@@ -206,7 +224,7 @@ def _dial_one_another(agents: Agents, ends: float) -> dict[str, Check]:
         node_id: {order[j]: listening[order[j]] for j in reach.partners(i, len(order))}
         for i, node_id in enumerate(order)
     }
-    dials = gather(
+    dials = agents.gather(
         agents.call("dial", {i: (wanted, seconds) for i, wanted in targets.items() if wanted}),
         min(seconds + 2 * _MARGIN_SECONDS, ends - time.monotonic()),
     )

@@ -60,7 +60,7 @@ def look(limit: float, job: str = "") -> View:
         except Exception as exc:  # it runs and does not behave as ours would
             return View(Controller.FOREIGN, f"the controller's config cannot be read ({type(exc).__name__})")
         if config is not None:
-            return _judge(config, job)
+            return judge(config, job)
         if time.monotonic() >= ends:
             return View(Controller.UNFINISHED, _why_unfinished(handle, answered, limit))
         time.sleep(_POLL_SECONDS if answered else 0)
@@ -135,7 +135,8 @@ def _is_of_transfer_queue(actor: Any, job: str) -> bool:
     return is_controller or (actor.name.startswith(STORAGE_PREFIX) and actor.job_id.hex() == job)
 
 
-def _judge(config: Any, job: str) -> View:
+def judge(config: Any, job: str) -> View:
+    """What the config says that a healthy controller has stored: ours, or somebody else's."""
     try:
         backend = config["backend"]
         section, _ = read_section(backend[backend["storage_backend"]])

@@ -82,7 +82,7 @@ def test_no_agent_is_left_after_an_interruption(cluster, monkeypatch):
         assert wait_for_agents()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "gather", interrupt)
+    monkeypatch.setattr(module.Agents, "gather", interrupt)
     with pytest.raises(KeyboardInterrupt):
         probe_cluster(MOONCAKE, LIMIT)
     assert wait_until_gone() == []
