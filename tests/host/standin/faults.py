@@ -1,4 +1,4 @@
-"""Things that go wrong in a job, for the host's own dotted-path flags. Each happens once: a marker file remembers it."""
+"""Things that go wrong in a job, for the host's own dotted-path flags. A marker file remembers what has happened."""
 
 from __future__ import annotations
 

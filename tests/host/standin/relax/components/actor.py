@@ -9,7 +9,7 @@ import ray
 import transfer_queue as tq
 
 from relax.distributed.ray.placement_group import allocate_train_group
-from relax.standin import record
+from relax.standin import engine, record
 from relax.utils.async_utils import run
 from relax_tq_rdma.demo import digest, model
 from relax_tq_rdma.demo.mesh import Mesh
@@ -43,7 +43,9 @@ class Actor:
     def run(self, rollout_manager: Any, forward: Any = None) -> None:
         """Train every rollout. ``forward`` is the service that recomputes log-probs, if the job has one."""
         method = "train_hybrid" if self.config.hybrid else "train_async" if self.config.fully_async else "train"
-        self._hand_on(self.config.start_rollout_id, self.group.call("weights"), rollout_manager, forward)
+        start = self.config.start_rollout_id
+        for version in range(engine.version_for(self.config, start), start + 1):
+            self._hand_on(version, self.group.call("weights", version), rollout_manager, forward)
         for rollout_id in range(self.config.start_rollout_id, self.config.num_rollout):
             results = self.group.call(method, rollout_id)
             self._record(rollout_id, results)

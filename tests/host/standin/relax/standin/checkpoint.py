@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from relax_tq_rdma.demo import model
 from relax_tq_rdma.demo.learner import Learner
 
 
@@ -22,11 +24,20 @@ def save(args: Namespace, rank: int, step: int, learner: Learner) -> None:
 
 def load(args: Namespace, rank: int, learner: Learner) -> None:
     """The state before step ``start_rollout_id``."""
-    state = torch.load(Path(args.load) / f"step{args.start_rollout_id}_rank{rank}.pt", weights_only=True)
+    state = _read(args.load, args.start_rollout_id, rank)
     with torch.no_grad():
         for name, weight in learner.weights.items():
             weight.copy_(state["weights"][name])
     learner.optimizer.load_state_dict(state["optimizer"])
+
+
+def weights(args: Namespace, rank: int, step: int) -> model.Weights:
+    """Of a rank, before ``step``."""
+    return _read(args.load, step, rank)["weights"]
+
+
+def _read(folder: str, step: int, rank: int) -> dict[str, Any]:
+    return torch.load(Path(folder) / f"step{step}_rank{rank}.pt", weights_only=True)
 
 
 def latest(folder: str, world: int) -> int:

@@ -62,7 +62,7 @@ def update_weights(version: int, weights: Weights) -> None:
 
 def version_for(args: Namespace, rollout_id: int) -> int:
     """A rollout answers with the weights after step ``rollout_id - max_staleness``, so that runs can be compared."""
-    return max(args.start_rollout_id, rollout_id - (args.max_staleness if args.fully_async else 0))
+    return max(0, rollout_id - (args.max_staleness if args.fully_async else 0))
 
 
 def ready(args: Namespace, rollout_id: int) -> bool:
@@ -100,6 +100,12 @@ async def generate(
     done = slice(have, end)
     status = Sample.Status.COMPLETED if end == len(tokens) else Sample.Status.TRUNCATED
     return Answer(tokens[done], log_probs[done], _version, status)
+
+
+def routed_experts(tokens: list[int]) -> torch.Tensor:
+    """Int32 ``[tokens, 2]``: two experts of eight for each token, as a mixture-of-experts engine reports them."""
+    first = torch.tensor(tokens, dtype=torch.int32) % 8
+    return torch.stack([first, (first + 3) % 8], dim=1)
 
 
 def _whole_answer(

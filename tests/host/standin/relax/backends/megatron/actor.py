@@ -67,6 +67,8 @@ class MegatronTrainRayActor(TrainRayActor):
         self.learner = Learner(Comm(self.mesh, self._rank, timedelta(seconds=args.standin_wait_seconds)), args.seed)
         if args.load:
             checkpoint.load(args, self._rank, self.learner)
+        elif args.save:
+            checkpoint.save(args, self._rank, 0, self.learner)
         self.before_train_step = load_function(args.custom_megatron_before_train_step_hook_path)
         return args.start_rollout_id
 
@@ -262,7 +264,10 @@ class MegatronTrainRayActor(TrainRayActor):
             "weights": self.weights(),
         }
 
-    def weights(self) -> model.Weights:
+    def weights(self, step: int | None = None) -> model.Weights:
+        """Of this rank, as they are or as they were before ``step``."""
+        if step is not None and step != self.args.start_rollout_id:
+            return checkpoint.weights(self.args, self._rank, step)
         return {name: weight.detach().clone() for name, weight in self.learner.weights.items()}
 
     def set_weights(self, weights: model.Weights) -> None:

@@ -155,6 +155,8 @@ async def generate(
     sample.response_length += len(answer.tokens)
     sample.weight_versions = [*sample.weight_versions, answer.weight_version]
     sample.status = answer.status
+    if args.use_rollout_routing_replay:
+        sample.rollout_routed_experts = engine.routed_experts(sample.tokens)
     timing["post_generate"] = time.time() - began
     sample.metadata["_timing"] = timing
     return sample
