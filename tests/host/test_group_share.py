@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import pickle
+import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,17 +17,22 @@ import pytest
 import torch
 
 from relax_tq_rdma.demo import model
+from relax_tq_rdma.flags import add_arguments
 from relax_tq_rdma.rollout.group_processor import Counts
 from relax_tq_rdma.seams.base import require
 from relax_tq_rdma.seams.on_import import when_imported
 from relax_tq_rdma.seams.relax_rollout import MODULE, RelaxRollout
+from tests.host_jobs import STANDIN
 from tests.host_module import forget, modules_in
 from tests.unit.test_payload_mixin import Manager, Unit, get, put
 
 pytestmark = [pytest.mark.host, pytest.mark.timeout(120)]
 
-STANDIN = Path(__file__).parent / "standin"
 GROUPS, MEMBERS = 2, 8
+ARGV = [
+    *("train", "--fully-async", "--multimodal-keys", '{"image": "images"}', "--standin-image-max-tokens", "64"),
+    *("--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(MEMBERS)),
+]
 MM = "multimodal_train_inputs"
 
 
@@ -52,27 +57,14 @@ class Processor:
 
 
 class Host:
-    """The rollout process of one job, with or without the plugin."""
+    """The rollout process of one job, with or without the plugin. ``more``: attributes of the host's arguments."""
 
     def __init__(self, share: bool, **more: Any) -> None:
-        defaults = {
-            "rollout_group_share_processor": share,
-            "standin_image_max_tokens": 64,
-            "mm_processor_pool_size": 0,
-            "sglang_server_concurrency": 512,
-            "rollout_max_response_len": 64,
-            "custom_generate_function_path": None,
-            "custom_convert_samples_to_train_data_path": None,
-            "multimodal_keys": {"image": "images"},
-            "standin_token_seconds": 0.0,
-            "start_rollout_id": 0,
-            "max_staleness": 0,
-            "fully_async": True,
-            "seed": 7,
-            "n_samples_per_prompt": MEMBERS,
-            "rollout_batch_size": GROUPS,
-        }
-        self.args = Namespace(**{**defaults, **more})
+        parse_args = importlib.import_module("relax.utils.arguments").parse_args
+        self.args = parse_args(add_custom_arguments=add_arguments)
+        for name, value in {"rollout_group_share_processor": share, **more}.items():
+            assert hasattr(self.args, name)
+            setattr(self.args, name, value)
         self.seam = RelaxRollout()
         self._hook = when_imported(MODULE, self.seam.apply) if share else None
         self.module = importlib.import_module(MODULE)
@@ -113,6 +105,7 @@ BOTH_LINES = pytest.mark.parametrize("start", ["mid", "new"], indirect=True)
 @pytest.fixture
 def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Host]]:
     """Starts a host of one line, in this process; a second one replaces the first."""
+    monkeypatch.setattr(sys, "argv", ARGV)
     monkeypatch.setenv("STANDIN_LINE", getattr(request, "param", "new"))
     hosts: list[Host] = []
 
