@@ -41,14 +41,17 @@ def cut(items: Sequence[S], *, budget: int = 0, room: int = 0) -> list[Sequence[
 
     Args:
         budget: ``--tq-batch-bytes-budget``.
-        room: bytes of the memory that a batch shares, 0: any. An item that is larger is a batch by itself.
+        room: bytes of the memory that a batch shares, 0: any. An item that is larger is a batch by itself. Batches that
+            the room alone limits are about equal, rather than full ones and a rest.
     """
+    sizes = [aligned(item.nbytes) for item in items]
+    if room and not budget:
+        room = min(room, sum(sizes) // -(-sum(sizes) // room) + max(sizes)) if any(sizes) else room
     most_bytes = min((limit for limit in (budget, room) if limit), default=0)
     most_items = len(items) if budget else upstream.BATCH_SIZE_LIMIT
     batches: list[Sequence[S]] = []
     start = size = 0
-    for at, item in enumerate(items):
-        need = aligned(item.nbytes)
+    for at, need in enumerate(sizes):
         if at > start and (at - start == most_items or (most_bytes and size + need > most_bytes)):
             batches.append(items[start:at])
             start, size = at, 0

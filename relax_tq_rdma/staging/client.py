@@ -36,6 +36,7 @@ from relax_tq_rdma.staging.segment import Segment
 from relax_tq_rdma.staging.staging import Staging
 from relax_tq_rdma.staging.store import CheckedStore
 from relax_tq_rdma.staging.transfer import Transfer
+from relax_tq_rdma.staging.turns import Turns
 from relax_tq_rdma.staging.values import Meta, Value
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             replicas=self.replica_config,
             master=section.master,
             wait_limit=env.seconds(env.STORE_WAIT_SECONDS),
+            turns=Turns(self.protocol),
         )
         self._staging = Staging(
             self._transfer,
@@ -195,6 +197,13 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
     def staging_counts(self) -> StagingCounts:
         """What the staging has done so far: rungs, registrations, memory, and advice on the pool's size."""
         return self._staging.counts()
+
+    def wait_until_warm(self, seconds: float) -> bool:
+        """Wait until all pages of the staging pool are there, which its first use begins to bring; false: not yet.
+
+        Nothing depends on it but figures: a transfer into pages that are not there yet takes several times as long.
+        """
+        return self._staging.wait_until_warm(seconds)
 
     def close(self) -> None:
         """Unmount this process's segment and leave the store. Further calls do nothing.

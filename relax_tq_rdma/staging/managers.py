@@ -24,6 +24,7 @@ from transfer_queue.storage.managers.mooncake_manager import MooncakeStorageMana
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, create_zmq_socket
 
+from relax_tq_rdma import coverage
 from relax_tq_rdma.accounting import AccountingMixin
 from relax_tq_rdma.errors import TransferError
 from relax_tq_rdma.section import read_section
@@ -58,6 +59,12 @@ class _ManagerOfJob:
         self._settings = section.settings
         self._made_in = os.getpid()
         super().__init__(controller_info, config, zmq_context=zmq_context)  # type: ignore[call-arg]
+        coverage.joined(self, section)
+
+    def close(self) -> None:
+        """As upstream."""
+        super().close()  # type: ignore[misc]
+        coverage.left(self)
 
     async def put_data(self, data: Any, metadata: Any, data_parser: Callable[[Any], Any] | None = None) -> None:
         """Store and announce a batch.

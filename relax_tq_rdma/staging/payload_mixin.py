@@ -15,10 +15,12 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from relax_tq_rdma import accounting, env
+from relax_tq_rdma import accounting, coverage, env
+from relax_tq_rdma.coverage.process import whoami
 from relax_tq_rdma.errors import TransferError
 from relax_tq_rdma.payload import (
     ColumnPlan,
+    NewerRowError,
     Row,
     RowFormatError,
     StaleReferenceError,
@@ -129,6 +131,7 @@ class PayloadMixin(ABC, _Manager):
     def _tell(self, reason: str, metadata: Any, rows: int) -> None:
         """Rows stay as they are: counted every time, said once for each reason."""
         accounting.record_raw_rows(FIELD, rows, step=_step(metadata))
+        coverage.count("rows put raw", rows)
         if reason not in self._told and len(self._told) < 100:
             self._told.add(reason)
             logger.warning(
@@ -232,11 +235,15 @@ def _naming_row(metadata: Any, position: int, what: str = "decoded") -> Abstract
 
 @contextmanager
 def _naming(partition: str, index: int, what: str = "decoded") -> Iterator[None]:
-    """Faults of a row's bytes inside the block say whose they are."""
+    """Faults of a row's bytes inside the block say whose they are, and which process it is that is too old for one."""
     try:
         yield
     except RowFormatError as exc:
-        raise TransferError(f"field {FIELD} of partition {partition}, row {index} cannot be {what}: {exc}") from exc
+        text = f"field {FIELD} of partition {partition}, row {index} cannot be {what}: {exc}"
+        if isinstance(exc, NewerRowError):
+            text = f"{text} ({whoami()})"
+            coverage.note(text)
+        raise TransferError(text) from exc
 
 
 def _step(metadata: Any) -> str:

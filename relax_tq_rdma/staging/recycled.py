@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from bisect import bisect_left, insort
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -95,6 +96,8 @@ def _fresh(size: int) -> torch.Tensor:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as exc:
         raise MemoryError(f"{size} bytes of memory cannot be had: {exc}") from exc
+    with suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(mapping, np.uint8))
 
 

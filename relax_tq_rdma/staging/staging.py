@@ -40,8 +40,7 @@ LEND_BYTES = 1024 * 1024
 """From here on memory is worth lending: a small value that is kept for long must not hold a piece of the pool."""
 
 WORKERS = 2
-"""Batches at work at the same time: one is written or copied while the transfer of the other runs. More transfers at
-once are slower over TCP, not faster (half the speed with four, measured)."""
+"""Batches at work at the same time: one is written or copied while the transfer of the other runs."""
 
 WAIT_SECONDS = 5.0
 """How long a batch waits for memory that running transfers have."""
@@ -97,6 +96,9 @@ class Staging:
             spare=recycled.free_bytes,
             wanted=self._most_wanted,
         )
+
+    def wait_until_warm(self, seconds: float) -> bool:
+        return self._made is None or self._made.warm.wait(seconds)
 
     def report(self) -> None:
         """Tell the accounting how the pool is; to be called after each put and get."""

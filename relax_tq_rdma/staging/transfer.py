@@ -16,6 +16,7 @@ from relax_tq_rdma.staging.errors import GONE, NO_SPACE, OK, StoreFault, meaning
 from relax_tq_rdma.staging.regions import Regions
 from relax_tq_rdma.staging.segment import LARGE_PUT_BYTES, Segment
 from relax_tq_rdma.staging.store import CheckedStore
+from relax_tq_rdma.staging.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Transfer:
     master: str
     wait_limit: float
     """Seconds a put waits for room, or for a dead process's segment to be dropped."""
+    turns: Turns
 
     def write(self, keys: Sequence[str], buffers: Sequence[Buffer], path: Path) -> None:
         """Store each buffer. May also raise :class:`~relax_tq_rdma.staging.regions.Overlap`: then write a copy.
@@ -95,7 +97,8 @@ class Transfer:
         size_of = dict(zip(keys, sizes, strict=True))
 
         def put(keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> dict[str, int]:
-            codes = self.store.batch_upsert_from(keys, pointers, sizes, config=self.replicas, hold=hold)
+            with self.turns.take():
+                codes = self.store.batch_upsert_from(keys, pointers, sizes, config=self.replicas, hold=hold)
             return {key: code for key, code in zip(keys, codes, strict=True) if code != OK}
 
         def judge(failed: Mapping[str, int], tries: int, waited: float) -> float:
@@ -115,7 +118,8 @@ class Transfer:
         size_of = dict(zip(keys, sizes, strict=True))
 
         def get(keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> dict[str, int]:
-            counts = self.store.batch_get_into(keys, pointers, sizes, hold=hold)
+            with self.turns.take():
+                counts = self.store.batch_get_into(keys, pointers, sizes, hold=hold)
             return {key: count for key, count in zip(keys, counts, strict=True) if count != size_of[key]}
 
         def judge(failed: Mapping[str, int], tries: int, waited: float) -> float:

@@ -13,18 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transfer_queue.storage.clients import mooncake_client as upstream
 
 from relax_tq_rdma import accounting
 from relax_tq_rdma.payload import decode_row, plan_column
+from relax_tq_rdma.payload.format import aligned
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.staging import connect, staging
+from relax_tq_rdma.staging import turns as turning
+from relax_tq_rdma.staging.batches import cut
 from relax_tq_rdma.staging.counts import Moved
 from relax_tq_rdma.staging.errors import StoreFault
 from relax_tq_rdma.staging.jagged import jagged_view
 from relax_tq_rdma.staging.recycled import Recycled
 from relax_tq_rdma.staging.reserve import Reserve
 from relax_tq_rdma.staging.rows import EncodedRow
+from relax_tq_rdma.staging.turns import Turns
 from relax_tq_rdma.transport.memory import MIB
 from tests.strict_store import POISON, StrictStore
 from tests.unit.conftest import MakeClient
@@ -370,6 +376,58 @@ def test_a_budget_above_what_transfers_share_is_cut_to_that(make_client: MakeCli
     check(client.get(keys_of(1000), custom_backend_meta=metas), rows)
     assert [len(mounted.calls_of(name)) for name in ("put", "get")] == [3, 3]
     assert max(map(len, mounted.calls_of("put"))) > upstream.BATCH_SIZE_LIMIT
+
+
+@given(sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=200), room=st.integers(64, 20_000))
+def test_batches_that_share_room_fit_and_are_about_equal(sizes: list[int], room: int) -> None:
+    items = [SimpleNamespace(nbytes=size) for size in sizes]
+    batches = cut(items, room=room)
+    assert [one for batch in batches for one in batch] == items
+    used = [sum(aligned(one.nbytes) for one in batch) for batch in batches]
+    assert all(total <= room or len(batch) == 1 for total, batch in zip(used, batches, strict=True))
+    fewest = -(-sum(used) // room)
+    assert all(total <= sum(used) / max(fewest, 1) + aligned(max(sizes)) for total in used)
+
+
+def test_a_rest_does_not_become_a_batch_of_its_own() -> None:
+    batches = cut([SimpleNamespace(nbytes=64)] * 33, room=64 * 16)
+    assert [len(batch) for batch in batches] == [12, 12, 9]
+
+
+@pytest.mark.parametrize(("protocol", "most"), [("tcp", 1), ("rdma", 3)])
+def test_over_tcp_one_transfer_at_a_time_and_over_rdma_any(protocol: str, most: int) -> None:
+    turns, together, running = Turns(protocol), threading.Barrier(3), 0
+    seen: list[int] = []
+
+    def transfer() -> None:
+        nonlocal running
+        together.wait(10)
+        with turns.take():
+            running += 1
+            pause(0.05)
+            seen.append(running)
+            pause(0.05)
+            running -= 1
+
+    threads = [threading.Thread(target=transfer) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(seen) == 3
+    assert max(seen) == most
+
+
+def test_a_transfer_that_is_stuck_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turning, "PATIENCE_SECONDS", 0.05)
+    turns = Turns("tcp")
+    with turns.take():
+        with turns.take():
+            pass
+        assert turns._lock is not None
+        assert turns._lock.locked()  # the one that went ahead gave back nothing that was not its own
+    with turns.take():
+        assert turns._lock.locked()
 
 
 def test_a_batch_waits_for_memory_and_then_takes_its_own(

@@ -14,6 +14,7 @@ from relax_tq_rdma.bench.path.payload import KEYS, Shape
 
 FIELD = "multimodal_train_inputs"
 TASK = "bench"
+_WARM_SECONDS = 50.0  # within the limit of a step
 
 
 class End(Protocol):
@@ -84,6 +85,7 @@ class ManagerEnd:
             columns = {FIELD: NonTensorStack(*rows)}
         self._data = TensorDict(columns, batch_size=shape.rows)
         self._meta = self._client.get_meta(self._fields, shape.rows, partition, mode="insert")
+        self._wait_until_warm()
         return list(self._meta.global_indexes)
 
     def put(self) -> None:
@@ -91,6 +93,7 @@ class ManagerEnd:
 
     def look(self, shape: Shape, partition: str) -> list[int]:
         self._meta = self._client.get_meta(self._fields, shape.rows, partition, mode="fetch", task_name=TASK)
+        self._wait_until_warm()
         return list(self._meta.global_indexes)
 
     def get(self) -> list[Any]:
@@ -101,13 +104,20 @@ class ManagerEnd:
         return list(data[FIELD])
 
     def rungs(self) -> dict[str, int]:
-        client = getattr(self._manager, "storage_client", None)
-        if client is None or self._case.settings is None:
-            return {}
+        client = self._staging_client()
         moved: Counter[str] = Counter()
-        for (_, rung), each in client.staging_counts().rungs.items():
+        for (_, rung), each in client.staging_counts().rungs.items() if client is not None else ():
             moved[rung] += each.nbytes
         return moved
+
+    def _staging_client(self) -> Any:
+        """The plugin's Mooncake client, or ``None``."""
+        return None if self._case.settings is None else getattr(self._manager, "storage_client", None)
+
+    def _wait_until_warm(self) -> None:
+        client = self._staging_client()
+        if client is not None and not client.wait_until_warm(_WARM_SECONDS):
+            raise RuntimeError(f"the staging pool is not warm after {_WARM_SECONDS:g} s: free some memory")
 
     def stored(self) -> tuple[int, int]:
         from relax_tq_rdma.seams import tq_bare
