@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Set up, then check everything: style and types, unit tests, and integration tests on real TransferQueue, Ray, Mooncake.
 #
-#   scripts/test.sh [all|lint|unit|integration] [pytest arguments]
+#   scripts/test.sh [all|lint|unit|integration|rdma|rdma-full] [pytest arguments]
+#
+# rdma: real verbs in a guest with soft-RoCE; rdma-full: in two of them, and every test. Where no guest can run, "all"
+# counts these tests as skipped, and the two parts fail unless RTQ_RDMA_OPTIONAL=1.
 #
 # All parts run even when one fails; the table at the end names them. Logs are in .cache/.
 set -euo pipefail
@@ -15,13 +18,18 @@ FAILED=0
 PASSED_TESTS=0
 FAILED_TESTS=0
 SKIPPED_TESTS=0
+CANNOT_RUN=77 # exit status of scripts/softroce where no guest can run
 
-# Runs one part, keeps its log and its result. $1: name; rest: command.
+# Runs one part, keeps its log and its result. $1: name; rest: command. LAST_CODE is the command's exit status.
 part() {
   local name=$1 log=$CACHE/test-$1.log began=$SECONDS state=ok closing
   shift
   say "== $name: $*"
-  if ! "$@" 2>&1 </dev/null | tee "$log"; then
+  LAST_CODE=0
+  "$@" 2>&1 </dev/null | tee "$log" || LAST_CODE=$?
+  if ((LAST_CODE == CANNOT_RUN)); then
+    state=SKIP
+  elif ((LAST_CODE)); then
     state=FAILED
     FAILED=1
   fi
@@ -97,15 +105,29 @@ integration() {
   unset PYTHONPATH RTQ_TEST_EXPECT_TQ
 }
 
+# $1: fast or full; $2: whether it may be that no guest can run here; rest: pytest arguments.
+rdma() {
+  local set=$1 optional=$2
+  shift 2
+  part rdma "$VENV/bin/python" -m scripts.softroce "$set" "$@"
+  ((LAST_CODE == CANNOT_RUN)) || return 0
+  warn "NO TEST OF REAL VERBS HAS RUN: $(sed -n 's/.*cannot run here: //p' "$CACHE/test-rdma.log")"
+  part rdma-skipped pytest tests/rdma "$@" # each of them says so, and is counted
+  if [[ -z $optional ]]; then
+    warn "that is a failure here; with RTQ_RDMA_OPTIONAL=1 it would not be"
+    FAILED=1
+  fi
+}
+
 main() {
   local what=all
   case "${1:-}" in
-    all | lint | unit | integration)
+    all | lint | unit | integration | rdma | rdma-full)
       what=$1
       shift
       ;;
     "" | -*) ;;
-    *) die "unknown part '$1'; usage: scripts/test.sh [all|lint|unit|integration] [pytest arguments]" ;;
+    *) die "unknown part '$1'; usage: scripts/test.sh [all|lint|unit|integration|rdma|rdma-full] [pytest arguments]" ;;
   esac
   trap 'say "interrupted"; exit 130' INT
   "$ROOT/scripts/setup.sh" --test
@@ -116,6 +138,9 @@ main() {
   if [[ $what == all || $what == lint ]]; then lint; fi
   if [[ $what == all || $what == unit ]]; then unit "$@"; fi
   if [[ $what == all || $what == integration ]]; then integration "$@"; fi
+  if [[ $what == all ]]; then rdma fast yes "$@"; fi
+  if [[ $what == rdma ]]; then rdma fast "${RTQ_RDMA_OPTIONAL:-}" "$@"; fi
+  if [[ $what == rdma-full ]]; then rdma full "${RTQ_RDMA_OPTIONAL:-}" "$@"; fi
 
   say "== result after ${SECONDS} s"
   printf '%s\n' "${TABLE[@]}"

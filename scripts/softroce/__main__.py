@@ -89,6 +89,7 @@ def _run(built: image.Image, nodes: int, commands: list[list[str]], limit: float
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "120",
+        **{name: value for name, value in os.environ.items() if name.startswith("RTQ_RDMA_")},
     }
     last = [time.monotonic()]
 
@@ -101,8 +102,8 @@ def _run(built: image.Image, nodes: int, commands: list[list[str]], limit: float
         for node, command in enumerate(commands):
             share = run / f"node{node}"
             share.mkdir(parents=True)
-            place = Place(node, nodes, run / "wire")
-            _await_wire(place)
+            place = Place(node, nodes, (run / "control", run / "data"))
+            _await_wires(place)
             own = {**environment, "RTQ_RDMA_NODE": str(node)}
             say(f"booting guest {node + 1} of {nodes} under software emulation (at most {limit:.0f} s for all of it)")
             guests.append(
@@ -135,12 +136,12 @@ def _problem(guests: list[Guest], owners: list[tuple[int, int]], ends: float) ->
     return f"guest {', '.join(stuck)} did not boot" if stuck else ""
 
 
-def _await_wire(place: Place) -> None:
-    """The first guest's qemu makes the socket; the others connect to it."""
+def _await_wires(place: Place) -> None:
+    """The first guest's qemu makes the sockets; the others connect to them."""
     ends = time.monotonic() + 10
-    while place.node and not place.wire.exists():
+    while place.node and not all(wire.exists() for wire in place.wires):
         if time.monotonic() > ends:
-            raise host.Unavailable("qemu made no network socket: see its messages above")
+            raise host.Unavailable("qemu made no network sockets: see its messages above")
         time.sleep(0.05)
 
 
@@ -152,12 +153,16 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.softroce", description=__doc__.partition("\n")[0])
     sub = parser.add_subparsers(dest="what", required=True)
     for name, text in (("fast", "one guest, the fast set"), ("full", "two guests, every test")):
-        sub.add_parser(name, help=text).add_argument("pytest", nargs=argparse.REMAINDER)
+        sub.add_parser(name, help=text, add_help=False)
     execute = sub.add_parser("exec", help="a command in each of N guests")
     execute.add_argument("--nodes", type=int, choices=(1, 2), default=1)
     execute.add_argument("command", nargs=argparse.REMAINDER)
     sub.add_parser("build", help="the guest's image only")
-    return parser.parse_args()
+    arguments, more = parser.parse_known_args()
+    if more and arguments.what not in ("fast", "full"):
+        parser.error(f"unknown arguments: {' '.join(more)}")
+    arguments.pytest = more
+    return arguments
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ _BOOT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Place:
-    """Which of how many guests this is; ``wire``: the Unix socket that joins two of them."""
+    """Which of how many guests this is; ``wires``: Unix sockets that join two of them, one for each network."""
 
     node: int
     nodes: int
-    wire: Path
+    wires: tuple[Path, ...]
 
 
 class Guest:
@@ -105,14 +105,12 @@ _BOOTED = "softroce: booted"
 
 
 def _qemu_command(image: Image, place: Place, share: Path) -> list[str]:
-    nic = []
-    if place.nodes > 1:
-        server = "on" if place.node == 0 else "off"
-        mac = f"52:54:00:77:00:{place.node + 1:02x}"
-        nic = [
-            *("-netdev", f"stream,id=wire,server={server},addr.type=unix,addr.path={place.wire}"),
-            *("-device", f"virtio-net-pci,netdev=wire,mac={mac}"),
-        ]
+    cards = []
+    server = "on" if place.node == 0 else "off"
+    for at, wire in enumerate(place.wires if place.nodes > 1 else ()):
+        mac = f"52:54:00:77:{at:02x}:{place.node + 1:02x}"
+        cards += ["-netdev", f"stream,id=wire{at},server={server},addr.type=unix,addr.path={wire}"]
+        cards += ["-device", f"virtio-net-pci,netdev=wire{at},mac={mac}"]
     return [
         host.find("qemu-system-x86_64") or "qemu-system-x86_64",
         *("-name", f"softroce{place.node}"),
@@ -123,7 +121,7 @@ def _qemu_command(image: Image, place: Place, share: Path) -> list[str]:
         *("-device", "virtio-rng-pci"),
         *("-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap"),
         *("-virtfs", f"local,path={share},mount_tag=share,security_model=none"),
-        *nic,
+        *cards,
     ]
 
 

@@ -1,0 +1,182 @@
+"""The guest runner without a guest: what counts as passed, when an image is used, and what ends with the command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.softroce import guest, host, image, results
+from scripts.softroce.guest import Guest, Place
+
+ROOT = Path(__file__).resolve().parents[2]
+JUNIT = '<testsuites><testsuite tests="{tests}" failures="{failed}" errors="0" skipped="{skipped}"/></testsuites>'
+
+
+def share(
+    tmp_path: Path, *, tests: int = 5, failed: int = 0, skipped: int = 1, packets: tuple[int, ...] = (0, 900)
+) -> Path:
+    (tmp_path / "junit.xml").write_text(JUNIT.format(tests=tests, failed=failed, skipped=skipped))
+    lines = [json.dumps({"rung": "rdma", "bytes": 1, "packets": each}) for each in packets]
+    (tmp_path / results.WIRE_LOG).write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_a_run_that_passed_says_so_with_its_packets(tmp_path: Path) -> None:
+    found = results.read(share(tmp_path), 0, wire=True)
+    assert found.problem == ""
+    assert str(found) == "4 passed, 0 failed, 1 skipped; RDMA counters grew in 1 transfers, by 900 packets"
+
+
+@pytest.mark.parametrize(
+    ("rc", "content", "problem"),
+    [
+        (None, {}, "pytest did not end in the guest"),
+        (1, {"failed": 2}, "2 tests failed"),
+        (5, {}, "pytest ended with exit status 5"),
+        (0, {"tests": 3, "skipped": 3}, "no test ran"),
+        (0, {"packets": (0, 0)}, "no RDMA counter grew, so nothing was proven"),
+        (0, {"packets": ()}, "no RDMA counter grew, so nothing was proven"),
+    ],
+)
+def test_nothing_passes_by_accident(tmp_path: Path, rc: int | None, content: dict[str, int], problem: str) -> None:
+    assert results.read(share(tmp_path, **content), rc, wire=True).problem == problem
+
+
+def test_a_guest_that_left_nothing_has_failed(tmp_path: Path) -> None:
+    assert results.read(tmp_path, 0, wire=True).problem == "pytest left no results in the guest"
+
+
+def test_a_chosen_test_need_not_move_bytes(tmp_path: Path) -> None:
+    assert results.read(share(tmp_path, packets=()), 0, wire=False).problem == ""
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    files = {"vmlinuz": b"kernel", "initrd.gz": b"files"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    digests = {name: image._digest(tmp_path / name) for name in files}
+    manifest = {"inputs": image.inputs(), "package": "linux-image-1=1", "files": digests}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    return tmp_path
+
+
+@pytest.mark.parametrize("package", ["linux-image-1=1", ""])
+def test_a_whole_image_is_used_again(built: Path, package: str) -> None:
+    assert image.what_is_wrong(built, package) == ""
+
+
+def test_an_image_is_built_again_when_it_or_its_inputs_changed(
+    built: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert image.what_is_wrong(built, "linux-image-2=1") == "there is a newer kernel, linux-image-2=1"
+    with monkeypatch.context() as patch:
+        patch.setattr(image, "inputs", lambda: "other")
+        assert image.what_is_wrong(built, "") == "what it is made of has changed"
+    (built / "vmlinuz").write_bytes(b"half a ker")
+    assert image.what_is_wrong(built, "") == "vmlinuz was damaged"
+    (built / "vmlinuz").unlink()
+    assert image.what_is_wrong(built, "") != ""
+    (built / "manifest.json").write_text('{"inputs": ')
+    assert image.what_is_wrong(built, "") == "the one that is there cannot be read"
+    assert image.what_is_wrong(tmp_path_factory.mktemp("empty"), "") == "there is none yet"
+
+
+def test_a_build_that_fails_leaves_no_image_and_the_next_one_removes_its_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(part: Path, package: str, say: object) -> Path:
+        (part / "half").touch()
+        raise image.Unavailable("no network")
+
+    (tmp_path / "build-of-a-killed-run").mkdir()
+    monkeypatch.setattr(image, "kernel_package", lambda: "linux-image-1=1")
+    monkeypatch.setattr(image, "_build", fail)
+    with pytest.raises(image.Unavailable, match="no network"):
+        image.ensure(tmp_path, lambda line: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_machine_that_cannot_run_a_guest_is_a_skip_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "missing_packages", lambda: ["qemu-system-x86"])
+    monkeypatch.setattr(host, "install_packages", lambda packages: False)
+    monkeypatch.setattr(host, "available_memory_mib", lambda: 8192)
+    with pytest.raises(host.Unavailable, match="sudo apt-get install -y qemu-system-x86"):
+        host.require(1)
+    monkeypatch.setattr(host, "available_memory_mib", lambda: 4096)
+    with pytest.raises(host.Unavailable, match="need 4608 MiB of memory, 4096 MiB are available"):
+        host.require(1)
+
+
+def test_a_guest_ends_with_the_process_that_started_it_however_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL of the runner, with a process that does nothing in the place of qemu."""
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    runner = """
+import sys, time
+from pathlib import Path
+from scripts.softroce import guest
+from scripts.softroce.image import Image
+guest._qemu_command = lambda *a: ["sleep", "300"]
+one = guest.Guest(Image(Path(), Path(), ""), guest.Place(0, 1, ()), Path(sys.argv[1]), ["true"], {}, print)
+print(one._qemu.pid, flush=True)
+time.sleep(300)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", runner, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT, text=True
+    )
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    os.kill(pid, 0)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    ends = time.monotonic() + 10
+    while _is_alive(pid):
+        assert time.monotonic() < ends, "the guest outlived its runner"
+        time.sleep(0.05)
+
+
+def test_leaving_the_block_switches_the_guest_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest, "_qemu_command", lambda *arguments: ["sleep", "300"])
+    running = Guest(None, Place(0, 1, ()), tmp_path, ["true"], {}, print)  # type: ignore[arg-type]
+    with contextlib.suppress(SystemExit), running:
+        assert running.is_running
+        assert running.rc is None
+        sys.exit(128 + signal.SIGTERM)
+    assert not running.is_running
+
+
+def test_the_command_above_is_known_and_its_end_is_noticed(tmp_path: Path) -> None:
+    """As ``make`` -> ``scripts/test.sh`` -> runner; here a script of that name, killed the hard way."""
+    script = tmp_path / "scripts" / "test.sh"
+    script.parent.mkdir()
+    watch = "from scripts.softroce import host; print(host.command_processes(), flush=True); input()"
+    script.write_text(f'cd {ROOT}; {sys.executable} -c "{watch}"; true\n')
+    process = subprocess.Popen(["bash", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    ((pid, started),) = json.loads(process.stdout.readline().replace("(", "[").replace(")", "]"))
+    assert pid == process.pid
+    assert host.is_running((pid, started))
+    process.kill()
+    process.wait()
+    assert not host.is_running((pid, started))
+    process.stdin.close()
+    process.stdout.close()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
