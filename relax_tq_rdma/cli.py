@@ -38,6 +38,22 @@ def _root(
 
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def train(ctx: typer.Context) -> None:
+    """Run a Relax job with the plugin: train -- ARGUMENTS OF RELAX AND FLAGS OF THE PLUGIN."""
+    from relax_tq_rdma.launch.cli import run
+
+    _exit_with(run, ctx.args)
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def status(ctx: typer.Context) -> None:
+    """Show the processes of the running job, what each of them uses, and which of them differ."""
+    from relax_tq_rdma.coverage.cli import run
+
+    _exit_with(run, ctx.args)
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def doctor(ctx: typer.Context) -> None:
     """Probe this node, or with --cluster all nodes, and say what the job would decide and why."""
     from relax_tq_rdma.doctor.cli import run

@@ -7,6 +7,7 @@ list them all.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from relax_tq_rdma.errors import UsageError
@@ -17,26 +18,31 @@ class Variable:
     """One variable. ``read()`` returns its text, or the default when unset or empty.
 
     ``otherwise``: what is done where there is neither text nor a default, when the meaning does not say it.
+    ``of_node``: each node has its own, so that a driver's does not go to the workers.
     """
 
     name: str
     default: str
     meaning: str
     otherwise: str = "none"
+    of_node: bool = False
 
     def read(self) -> str:
         return os.environ.get(self.name) or self.default
 
 
-SYSTEM_ROOT = Variable("RTQ_SYSTEM_ROOT", "/", "root of the /sys, /proc and /dev trees the probe inspects on this node")
+SYSTEM_ROOT = Variable(
+    "RTQ_SYSTEM_ROOT", "/", "root of the /sys, /proc and /dev trees the probe inspects on this node", of_node=True
+)
 LOCAL_HOSTNAME = Variable(
-    "RTQ_LOCAL_HOSTNAME", "", "address this node announces to its peers; empty: Ray's node address"
+    "RTQ_LOCAL_HOSTNAME", "", "address this node announces to its peers; empty: Ray's node address", of_node=True
 )
 RUN_DIR = Variable(
     "RTQ_RUN_DIR",
     "",
     "folder of run state (master records, port leases, metric snapshots)",
     otherwise="relax-tq-rdma-UID in $XDG_RUNTIME_DIR, else in the folder for temporary files",
+    of_node=True,
 )
 SEGMENT_MB = Variable("RTQ_SEGMENT_MB", "4096", "Mooncake segment of a process that puts payload, in MiB")
 LOCAL_BUFFER_MB = Variable("RTQ_LOCAL_BUFFER_MB", "256", "Mooncake local buffer of each client process, in MiB")
@@ -92,6 +98,11 @@ VARIABLES: tuple[Variable, ...] = (
     RECYCLED_MB,
     PAYLOAD_CHECKSUM,
 )
+
+
+def of_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """What is set in the driver's environment and holds for every process of its job, wherever that runs."""
+    return {v.name: environ[v.name] for v in VARIABLES if not v.of_node and environ.get(v.name)}
 
 
 def seconds(variable: Variable) -> float:

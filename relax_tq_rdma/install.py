@@ -6,7 +6,8 @@ import argparse
 import logging
 import sys
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from relax_tq_rdma import compat
@@ -18,8 +19,8 @@ from relax_tq_rdma.transport.hazards import quiet_native_log
 
 if TYPE_CHECKING:
     from relax_tq_rdma.seams.on_import import AfterImport
+    from relax_tq_rdma.seams.taken import State, TakenSeams
     from relax_tq_rdma.seams.tq_init import TqInit
-    from relax_tq_rdma.seams.tq_registry import TqRegistry
     from relax_tq_rdma.transport.report import Decision
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class _Installed:
     settings: Settings | None
     waiting: AfterImport | None = None
     init: TqInit | None = None
-    registry: TqRegistry | None = None
+    seams: TakenSeams | None = None
 
 
 _lock = threading.RLock()
@@ -41,28 +42,38 @@ def install(settings: Settings | argparse.Namespace | None = None, *, host: Host
     """Make the plugin ready in this process, before its first ``transfer_queue.init``. Repeating it changes nothing.
 
     Args:
-        settings: in the job's driver what the user asked for (or the host's parsed arguments). In a worker ``None``:
-            the config that ``transfer_queue.init`` is given then says whether its job uses the plugin, and a process
-            that never imports TransferQueue pays nothing.
-        host: facts about the host for the compatibility rules.
+        settings: in the job's driver what the user asked for. With the parsed arguments of Relax, before its ``main``
+            and before ``ray.init``: the whole job is made ready, its workers and its controller included. In a worker
+            ``None``: the config that ``transfer_queue.init`` is given then says whether its job uses the plugin, and a
+            process that never imports TransferQueue pays nothing.
+        host: facts about the host for the compatibility rules; by default what its arguments and its code say.
 
-    With settings that switch nothing on, nothing is touched: only the start line is printed.
+    With settings that switch nothing on, or that have no effect in this host, nothing is touched: only the start line
+    is printed, and what has no effect.
 
     Raises:
         UsageError: a combination of flags that cannot work, or other settings than those installed before.
-        SeamError: the installed TransferQueue does not fit.
+        SeamError: the installed TransferQueue, Ray or Relax does not fit.
     """
     global _installed
-    if isinstance(settings, argparse.Namespace):
-        settings = Settings.from_args(settings)
+    args = settings if isinstance(settings, argparse.Namespace) else None
+    if args is not None:
+        settings = Settings.from_args(args)
     if settings is not None and not isinstance(settings, Settings):
         raise UsageError(
             f"relax_tq_rdma.install takes Settings or parsed arguments, not {type(settings).__name__}: "
             "use Settings.from_flags([...])"
         )
     with _lock:
+        if settings is None:
+            if _installed is None:
+                _installed = _ready_as_worker()
+            return
+        if args is not None and host is None:
+            host = _look_at_host(args, settings)
+        effective = compat.in_force(settings, host or HostFacts())
         if _installed is not None:
-            if settings is None or settings == _installed.settings:
+            if effective == _installed.settings:
                 return
             if _installed.settings is not None:
                 raise UsageError(
@@ -70,17 +81,37 @@ def install(settings: Settings | argparse.Namespace | None = None, *, host: Host
                     "call relax_tq_rdma.uninstall() first"
                 )
             uninstall()  # it was made ready as a worker, and is a driver
-        if settings is None:
-            _installed = _ready_as_worker()
-            return
         for finding in compat.check(settings, host):
             word = "WARNING" if finding.verdict == "warn" else "NOTE"
             print(f"{PREFIX} {word} {finding.text}", file=sys.stderr, flush=True)
-        if settings.touches_nothing:
-            print(start_line(settings), file=sys.stderr, flush=True)
-            _installed = _Installed(settings)
+        if args is not None:
+            _keep_settings(args, effective)
+        if effective.touches_nothing:
+            print(start_line(effective), file=sys.stderr, flush=True)
+            _installed = _Installed(effective)
         else:
-            _installed = _ready_as_driver(settings)
+            _installed = _ready_as_driver(effective, host, of_host=args is not None and _host_is_here())
+
+
+def install_in_worker() -> None:
+    """What the hook of a Ray worker calls: :func:`install`, and what goes wrong is for the first manager to report."""
+    try:
+        install()
+    except Exception as exc:
+        from relax_tq_rdma import coverage
+
+        coverage.note(f"the plugin was not made ready at the start of this process ({type(exc).__name__}: {exc})")
+
+
+def is_ready() -> bool:
+    """Whether :func:`install` was called in this process."""
+    return _installed is not None
+
+
+def taken_seams() -> Mapping[str, State]:
+    """The seams of this process by short name (``T2``, ``R3``) with their state; empty without :func:`install`."""
+    installed = _installed
+    return installed.seams.states if installed is not None and installed.seams is not None else {}
 
 
 def current_decision() -> Decision | None:
@@ -120,53 +151,93 @@ def uninstall() -> None:
             raise StartError("the data plane of this process is running: call transfer_queue.close() first")
         if _installed.waiting is not None:
             _installed.waiting.cancel()
-        for seam in (_installed.init, _installed.registry):
-            if seam is not None:
-                seam.remove()
+        if _installed.seams is not None:
+            _installed.seams.give_back()
         _installed = None
 
 
-def _ready_as_driver(settings: Settings) -> _Installed:
+def _host_is_here() -> bool:
+    from relax_tq_rdma.seams.host_code import has_module
+
+    return has_module("relax.core.controller")
+
+
+def _look_at_host(args: argparse.Namespace, settings: Settings) -> HostFacts:
+    from relax_tq_rdma.seams.relax_args import host_facts
+
+    facts = host_facts(args)
+    if settings.touches_nothing or not _host_is_here():
+        return facts
+    from relax_tq_rdma.seams.relax_controller import RelaxController
+    from relax_tq_rdma.seams.relax_rollout import RelaxRollout
+
+    return replace(
+        facts,
+        own_data_plane=bool(RelaxController().check().aside),
+        own_group_processor=bool(RelaxRollout().check().aside),
+    )
+
+
+def _keep_settings(args: argparse.Namespace, effective: Settings) -> None:
+    from relax_tq_rdma.seams.relax_args import keep_settings
+
+    keep_settings(args, effective)
+
+
+def _ready_as_driver(settings: Settings, host: HostFacts | None, *, of_host: bool) -> _Installed:
     if settings.wants_mooncake:
         quiet_native_log()
-    from relax_tq_rdma.seams.base import require
-    from relax_tq_rdma.seams.tq_init import TqInit
-    from relax_tq_rdma.seams.tq_registry import TqRegistry
+    from relax_tq_rdma.seams import driver
+    from relax_tq_rdma.seams.taken import TakenSeams
 
-    init, registry = TqInit(settings), TqRegistry()
-    require((init, registry))
-    registry.apply()
-    init.apply()
-    return _Installed(settings, init=init, registry=registry)
+    seams = TakenSeams()
+    try:
+        init = driver.take(seams, settings, host, of_host=of_host)
+    except BaseException:
+        seams.give_back()
+        raise
+    return _Installed(settings, init=init, seams=seams)
 
 
 def _ready_as_worker() -> _Installed:
     quiet_native_log()
-    installed = _Installed(None)
-    if "transfer_queue" in sys.modules:
-        _take_seams_of_worker(installed)
-    else:
-        from relax_tq_rdma.seams.on_import import AfterImport
+    from relax_tq_rdma.seams.on_import import AfterImport
+    from relax_tq_rdma.seams.taken import TakenSeams
 
-        installed.waiting = AfterImport("transfer_queue", lambda: _take_seams_of_worker(installed))
+    installed = _Installed(None, seams=TakenSeams())
+    if "transfer_queue" in sys.modules:
+        _take_transfer_queue(installed)
+    else:
+        installed.waiting = AfterImport("transfer_queue", lambda: _take_transfer_queue(installed))
+    if _host_is_here():
+        from relax_tq_rdma.seams.relax_consumer import RelaxConsumer
+        from relax_tq_rdma.seams.relax_rollout import RelaxRollout
+
+        assert installed.seams is not None
+        installed.seams.take_when_imported(RelaxRollout())
+        installed.seams.take_when_imported(RelaxConsumer())
     return installed
 
 
-def _take_seams_of_worker(installed: _Installed) -> None:
+def _take_transfer_queue(installed: _Installed) -> None:
     """Never raises: whether this job needs the plugin at all is not known yet. If it does, joining it will fail."""
     from relax_tq_rdma.seams.tq_init import TqInit
     from relax_tq_rdma.seams.tq_registry import TqRegistry
 
+    assert installed.seams is not None
+    if installed.waiting is not None:
+        installed.waiting.cancel()
     registry = TqRegistry()
     report = registry.check()
     init = TqInit(blocked="" if report.ok else report.text)
     if not init.check().ok:
+        installed.seams.failed(init)
         logger.warning("%s", init.check().text)
         return
-    init.apply()
+    installed.seams.take(init)
     installed.init = init
     if report.ok:
-        registry.apply()
-        installed.registry = registry
+        installed.seams.take(registry)
     else:
+        installed.seams.failed(registry)
         logger.warning("%s", report.text)

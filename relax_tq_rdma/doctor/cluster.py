@@ -15,7 +15,7 @@ from relax_tq_rdma.transport.report import NodeReport
 
 _CONNECT_SECONDS = 30.0
 _DIAL_SECONDS = 3.0
-_WAY_OUT = "start one (ray start --head), set RAY_ADDRESS, or drop --cluster"
+_WAY_OUT = "start one (ray start --head), or set RAY_ADDRESS"
 
 
 def probe_running_cluster(settings: Settings) -> tuple[dict[str, str], list[NodeReport]]:
@@ -32,7 +32,7 @@ def probe_running_cluster(settings: Settings) -> tuple[dict[str, str], list[Node
 
     own = not ray.is_initialized()
     if own:
-        _connect()
+        connect()
     try:
         return probe_cluster(settings, settings.init_timeout_seconds)
     finally:
@@ -40,7 +40,12 @@ def probe_running_cluster(settings: Settings) -> tuple[dict[str, str], list[Node
             ray.shutdown()
 
 
-def _connect() -> None:
+def connect() -> None:
+    """Connect to the cluster of ``RAY_ADDRESS``, else to the one that runs on this machine.
+
+    Raises:
+        StartError: there is none.
+    """
     import ray
 
     given = os.environ.get("RAY_ADDRESS", "")

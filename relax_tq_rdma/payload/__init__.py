@@ -14,7 +14,7 @@ from relax_tq_rdma.payload.encode import (
     encode_rows,
     plan_column,
 )
-from relax_tq_rdma.payload.format import RowFormatError
+from relax_tq_rdma.payload.format import NewerRowError, RowFormatError
 from relax_tq_rdma.payload.plan import explain
 from relax_tq_rdma.payload.resolve import Resolution, StaleReferenceError, check_source, plan_resolution
 
@@ -22,6 +22,7 @@ __all__ = [
     "Allocator",
     "ColumnPlan",
     "EncodedColumn",
+    "NewerRowError",
     "PlannedRow",
     "Resolution",
     "Row",

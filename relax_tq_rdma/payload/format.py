@@ -42,6 +42,10 @@ class RowFormatError(DataplaneError):
     """A row is foreign, truncated, damaged or of a newer version. The message names which."""
 
 
+class NewerRowError(RowFormatError):
+    """A row of a format that this version of the plugin does not know."""
+
+
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to the next multiple of 64."""
     return nbytes + (-nbytes % ALIGN)
@@ -283,8 +287,8 @@ def _refuse_newer(body: bytes) -> None:
         raise _newer(f"RTQ1 version {version}")
 
 
-def _newer(found: str) -> RowFormatError:
-    return RowFormatError(
+def _newer(found: str) -> NewerRowError:
+    return NewerRowError(
         f"the row has format {found}, this plugin reads {MAGIC.decode()} version {VERSION}: "
         "install the writer's relax_tq_rdma version here"
     )

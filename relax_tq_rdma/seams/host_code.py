@@ -10,7 +10,7 @@ import ast
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -90,7 +90,7 @@ def _of_object(loaded: Any, name: str) -> Function | None:
 def _of_source(tree: ast.Module, name: str) -> Function | None:
     found: Any = tree
     for part in name.split("."):
-        found = next((node for node in found.body if getattr(node, "name", None) == part), None)
+        found = next((node for node in _statements(found.body) if getattr(node, "name", None) == part), None)
         if found is None:
             return None
     if not isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -100,6 +100,14 @@ def _of_source(tree: ast.Module, name: str) -> Function | None:
     return Function(
         tuple(argument.arg for argument in named), args.kwarg is not None, isinstance(found, ast.AsyncFunctionDef)
     )
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those of a body, also where they stand under a condition: which branch will run is not known here."""
+    for node in body:
+        yield node
+        if isinstance(node, (ast.If, ast.Try)):
+            yield from _statements((*node.body, *node.orelse))
 
 
 def _tree(module: str) -> ast.Module:

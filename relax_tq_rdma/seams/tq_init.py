@@ -68,6 +68,11 @@ class TqInit:
         """As this process printed it; empty where it has started no data plane."""
         return self._guard.start_line if self._guard is not None else ""
 
+    def close(self) -> None:
+        """End what this process has, as ``transfer_queue.close`` does."""
+        if self._guard is not None:
+            self._guard.close()
+
     def check(self) -> SeamReport:
         found = taken = ""
         try:
@@ -193,7 +198,7 @@ class Guard:
     def _start(self, settings: Settings, conf: Any) -> Any:
         import ray
 
-        from relax_tq_rdma import accounting
+        from relax_tq_rdma import accounting, coverage
         from relax_tq_rdma.transport.ray_port import RayPort
         from relax_tq_rdma.transport.start import start_job
 
@@ -209,6 +214,9 @@ class Guard:
         with port, tq_state.expected_bootstrap():
             started = start_job(settings, conf, port, job=job, host=self._host, on_fallback=accounting.record_fallback)
         self._running = _Running(job, port, started, os.getpid())
+        section = attach.section_of(started.conf)
+        if section is not None:
+            coverage.begin(section, started.line)
         _put_signal_handlers_first()
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
@@ -265,6 +273,7 @@ class Guard:
     def _close_what_is_there(self) -> None:
         import ray
 
+        from relax_tq_rdma import coverage
         from relax_tq_rdma.transport.start import close_job
 
         running, self._running = self._running, None
@@ -274,6 +283,7 @@ class Guard:
             self._close_without_ray(running)
         else:
             left = close_job(running.started, running.port, limit=CLOSE_SECONDS)
+            coverage.end(running.job)
             if left:
                 print(f"{PREFIX} WARNING the data plane was not closed whole: {left}", file=sys.stderr, flush=True)
 

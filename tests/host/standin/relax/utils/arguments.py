@@ -158,21 +158,16 @@ def _parse(add_custom_arguments: Provider | None) -> argparse.Namespace:
     return args
 
 
-if NEW:
+def parse_args(add_custom_arguments: Provider | None = None) -> argparse.Namespace:
+    """Parse and validate ``sys.argv``."""
+    return _parse_args_impl(add_custom_arguments) if NEW else _parse(add_custom_arguments)
 
-    def parse_args(add_custom_arguments: Provider | None = None) -> argparse.Namespace:
-        """Parse and validate ``sys.argv``."""
-        return _parse_args_impl(add_custom_arguments)
+
+if NEW:
 
     def _parse_args_impl(
         add_custom_arguments: Provider | None = None, *, model_source: Any = None
     ) -> argparse.Namespace:
-        return _parse(add_custom_arguments)
-
-else:
-
-    def parse_args(add_custom_arguments: Provider | None = None) -> argparse.Namespace:
-        """Parse and validate ``sys.argv``."""
         return _parse(add_custom_arguments)
 
 

@@ -1,0 +1,29 @@
+"""Import this module and the process is ready: for those who cannot start their job with ``relax-tq-rdma train``.
+
+As the value of the host's ``RELAX_TELEMETRY_HOOK`` it gives the driver the plugin's flags; as the one line of a
+``.pth`` file it also makes every worker ready, whoever started Ray (``docs/relax.md``). A failure is a line on stderr:
+neither Python nor the host would tell more of it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def _load() -> None:
+    from relax_tq_rdma.install import install, install_in_worker
+    from relax_tq_rdma.seams.host_code import has_module
+    from relax_tq_rdma.seams.on_import import when_imported
+    from relax_tq_rdma.seams.relax_arguments import RelaxArguments
+
+    install_in_worker()
+    if has_module("relax"):
+        arguments = RelaxArguments(then=install)
+        for module in arguments.modules:
+            when_imported(module, arguments.apply)
+
+
+try:
+    _load()
+except Exception as exc:
+    print(f"[dataplane] ERROR relax-tq-rdma was not loaded ({type(exc).__name__}: {exc})", file=sys.stderr, flush=True)

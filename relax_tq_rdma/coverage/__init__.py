@@ -1,0 +1,162 @@
+"""Proof of coverage: every process with a storage manager of the plugin says so where driver and people can read it.
+
+``relax-tq-rdma status`` shows it on a running job (``docs/reference/status.md``). Light to import; nothing here raises
+into the data path.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relax_tq_rdma.coverage.process import Process
+    from relax_tq_rdma.coverage.records import JobRecord
+    from relax_tq_rdma.coverage.reporter import Reporter
+    from relax_tq_rdma.section import JobSection
+
+__all__ = [
+    "begin",
+    "check_at_start",
+    "compare_at_start",
+    "count",
+    "end",
+    "joined",
+    "left",
+    "note",
+]
+
+logger = logging.getLogger(__name__)
+
+_lock = threading.RLock()
+_process: Process | None = None
+_reporter: Reporter | None = None
+_job: JobRecord | None = None
+
+
+def note(text: str) -> None:
+    """Something that must not be overlooked in this process, one sentence. Repeating it changes nothing."""
+    _this_process().note(text)
+    if _reporter is not None:
+        _reporter.wake()
+
+
+def count(what: str, times: int = 1) -> None:
+    """This process did something otherwise than asked, ``times`` times."""
+    _this_process().count(what, times)
+
+
+def joined(manager: Any, section: JobSection) -> None:
+    """A storage manager of the plugin was made here: this process is on the board until the last one is closed."""
+    global _reporter
+    from relax_tq_rdma.coverage.reporter import Reporter
+
+    try:
+        with _lock:
+            process = _this_process()
+            process.joined(manager, section)
+            if _reporter is None:
+                _reporter = Reporter(process)
+            else:
+                _reporter.wake()
+    except Exception as exc:  # no thread can start, /proc is not there: the job runs without
+        logger.warning("this process cannot be listed by relax-tq-rdma status: %s", exc)
+
+
+def left(manager: Any) -> None:
+    """A storage manager was closed. Idempotent."""
+    global _reporter
+    with _lock:
+        if _this_process().left(manager) and _reporter is not None:
+            _reporter.stop()
+            _reporter = None
+
+
+def begin(section: JobSection, start_line: str) -> None:
+    """In the driver, when the data plane is ready: the job is on the board, and what earlier ones have left is not."""
+    global _job
+    from relax_tq_rdma.coverage import board
+    from relax_tq_rdma.coverage.process import node
+    from relax_tq_rdma.coverage.records import JobRecord
+
+    _job = JobRecord(
+        job=section.job,
+        plugin=section.plugin_version,
+        start_line=start_line,
+        settings=section.settings.to_dict(),
+        decision=section.decision,
+        driver=f"pid {os.getpid()} on {node()}",
+        nodes=section.nodes,
+        started=time.time(),
+    )
+    try:
+        for job in {record.job for some in board.read()[:2] for record in some} - {section.job}:
+            board.remove_job(job)  # one data plane a cluster: they are not running
+        board.put(_job)
+    except Exception as exc:
+        logger.warning("relax-tq-rdma status will not find this job: %s", exc)
+
+
+def end(job: str) -> None:
+    """In the driver, when the data plane is closed."""
+    global _job
+    from relax_tq_rdma.coverage import board
+
+    _job = None
+    try:
+        board.remove_job(job)
+    except Exception as exc:  # Ray is gone already, and the board with it
+        logger.debug("the records of job %s stay: %s", job, exc)
+
+
+def check_at_start(limit: float) -> Callable[[], None]:
+    """What the driver does before the data system starts: see :func:`relax_tq_rdma.coverage.nodes.require_plugin`."""
+
+    def check() -> None:
+        from relax_tq_rdma.coverage.nodes import require_plugin
+
+        require_plugin(limit)
+
+    return check
+
+
+def compare_at_start() -> None:
+    """What the driver does when all services are up: say whether the processes that have joined so far are alike."""
+    from relax_tq_rdma.coverage import board
+    from relax_tq_rdma.coverage.compare import alike, differences
+    from relax_tq_rdma.summary import PREFIX
+
+    if _job is None:
+        return
+    try:
+        _, processes, problems = board.read(_job.job)
+        lines = [f"WARNING {text}" for text in (*problems, *differences(_job, processes))]
+        lines = lines or [f"coverage: {alike(processes)}, all alike"]
+    except Exception as exc:
+        lines = [f"WARNING the processes of this job could not be compared: {exc}"]
+    for line in lines:
+        print(f"{PREFIX} {line}", file=sys.stderr, flush=True)
+
+
+def _this_process() -> Process:
+    global _process
+    from relax_tq_rdma.coverage.process import Process
+
+    with _lock:
+        if _process is None:
+            _process = Process()
+        return _process
+
+
+def _after_fork() -> None:
+    """Threads and managers have stayed with the parent."""
+    global _lock, _process, _reporter, _job
+    _lock, _process, _reporter, _job = threading.RLock(), None, None, None
+
+
+os.register_at_fork(after_in_child=_after_fork)

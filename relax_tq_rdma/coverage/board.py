@@ -1,0 +1,77 @@
+"""Where the records of a job lie: Ray's own key-value store in its control service (GCS).
+
+It is there in every cluster and costs no actor; a record is a few hundred bytes. Only a process that is connected to
+Ray can reach it. Calls raise :class:`Unreachable` instead of waiting where that can be known; the client under them has
+time limits of its own, so call them where a wait hurts nobody.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from relax_tq_rdma.coverage.records import JobRecord, ProcessRecord, decode
+from relax_tq_rdma.errors import DataplaneError
+from relax_tq_rdma.transport import gcs
+
+_NAMESPACE = b"relax_tq_rdma"
+_PID = os.getpid()
+
+
+class Unreachable(DataplaneError):
+    """This process cannot reach the records."""
+
+
+def put(record: ProcessRecord | JobRecord) -> None:
+    """Write a record, over an earlier one of the same process."""
+    _kv()._internal_kv_put(record.key, msgspec.json.encode(record), overwrite=True, namespace=_NAMESPACE)
+
+
+def remove(key: str) -> None:
+    _kv()._internal_kv_del(key, namespace=_NAMESPACE)
+
+
+def remove_job(job: str) -> None:
+    """Remove all records of a job; with an empty token, of all jobs of this cluster."""
+    _kv()._internal_kv_del(f"{job}/" if job else "", del_by_prefix=True, namespace=_NAMESPACE)
+
+
+def read(job: str = "") -> tuple[list[JobRecord], list[ProcessRecord], list[str]]:
+    """The records of a job, or of all: jobs, processes, and a sentence for each one that cannot be read."""
+    jobs: list[JobRecord] = []
+    processes: list[ProcessRecord] = []
+    problems: list[str] = []
+    for key, value in _pairs(f"{job}/" if job else ""):
+        record = decode(key, value)
+        if isinstance(record, JobRecord):
+            jobs.append(record)
+        elif isinstance(record, ProcessRecord):
+            processes.append(record)
+        else:
+            problems.append(record)
+    return jobs, sorted(processes, key=lambda r: (r.joined, r.key)), problems
+
+
+def _pairs(prefix: str) -> Iterator[tuple[str, bytes]]:
+    kv = _kv()
+    for key in sorted(kv._internal_kv_list(prefix, namespace=_NAMESPACE)):
+        value = kv._internal_kv_get(key, namespace=_NAMESPACE)
+        if value is not None:  # else its process has ended meanwhile
+            yield key.decode(), value
+
+
+def _kv() -> Any:
+    import ray
+    from ray.experimental import internal_kv
+
+    if os.getpid() != _PID:
+        raise Unreachable("a forked child has no connection to Ray")
+    if not ray.is_initialized() or not internal_kv._internal_kv_initialized():
+        raise Unreachable("this process is not connected to Ray")
+    silent = gcs.why_silent()
+    if silent:
+        raise Unreachable(f"Ray's control service is gone ({silent})")
+    return internal_kv

@@ -1,0 +1,130 @@
+"""Seam P1: every Ray worker of the job loads the plugin before it does anything else (design §2).
+
+Ray runs a hook at the start of each worker when the job's runtime environment names one, and only then. The host builds
+that environment and hands it to ``ray.init``, in a global restart once more, so that is where the hook is added. A hook
+that raises, or that cannot be imported, would kill every worker of the job with the cause in a log only (FC-14). So
+ours travels by value, imports inside a ``try``, and then runs the hook that the job had already.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+from relax_tq_rdma.seams.base import SeamReport, missing_parameters
+from relax_tq_rdma.seams.wrapping import Wrappers
+
+HOOK = "worker_process_setup_hook"
+_HOOK_VARIABLE = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
+_SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Where ``ray job submit`` leaves the environment it was given. Ray refuses a key that it shares with ``ray.init``."""
+
+
+class WorkerHook:
+    """See :class:`relax_tq_rdma.seams.base.Seam`.
+
+    Args:
+        variables: environment variables that every worker needs, unless the job sets them to something else.
+    """
+
+    name = "P1 (Ray's worker_process_setup_hook)"
+    _expected = f"ray.init(runtime_env) and the key {HOOK} in a runtime environment"
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self._variables = dict(variables or {})
+        self._wrappers = Wrappers()
+
+    def check(self) -> SeamReport:
+        found = ""
+        try:
+            import ray
+            from ray.runtime_env import RuntimeEnv
+
+            if missing_parameters(ray.init, ("runtime_env",)):
+                found = "ray.init without parameter runtime_env"
+            elif HOOK not in RuntimeEnv.known_fields:
+                found = f"no key {HOOK}"
+        except Exception as exc:  # a broken Ray must become a sentence, whatever it raises
+            found = f"{type(exc).__name__}: {exc}"
+        return SeamReport(
+            name=self.name,
+            ok=not found,
+            installed=f"Ray {metadata.version('ray')}",
+            expected=self._expected,
+            found=found,
+            way_out="install Ray 2.40 or later, or drop the flags of relax-tq-rdma",
+        )
+
+    def apply(self) -> None:
+        import ray
+
+        self._wrappers.put(ray, "init", self._with_hook)
+
+    def remove(self) -> None:
+        self._wrappers.take_back()
+
+    def _with_hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init(*args: Any, runtime_env: Any = None, **named: Any) -> Any:
+            own = dict(runtime_env or getattr(named.get("job_config"), "runtime_env", None) or {})
+            with _submitted_environment(own) as submitted:
+                return original(*args, runtime_env=self._completed(own, submitted), **named)
+
+        return init
+
+    def _completed(self, own: dict[str, Any], submitted: Mapping[str, Any]) -> dict[str, Any]:
+        taken = {**(submitted.get("env_vars") or {}), **(own.get("env_vars") or {})}
+        ours = {name: value for name, value in self._variables.items() if name not in taken}
+        hook = chained(own.get(HOOK) or submitted.get(HOOK))
+        return {**own, HOOK: hook, "env_vars": {**ours, **(own.get("env_vars") or {})}}
+
+
+def chained(theirs: Any) -> Callable[[], None]:
+    """The plugin's hook, and after it the one that the job had: a function, or where one is to be found.
+
+    It holds no reference to this package and can be unpickled where the package is not installed.
+    """
+
+    def relax_tq_rdma_worker_hook() -> None:
+        import importlib
+        import sys
+
+        try:
+            from relax_tq_rdma.install import install_in_worker
+
+            install_in_worker()
+        except Exception as exc:
+            text = f"relax-tq-rdma cannot be loaded in this process ({type(exc).__name__}: {exc})"
+            print(f"[dataplane] ERROR {text}: install the same version on every node", file=sys.stderr, flush=True)
+        hook = theirs
+        if isinstance(hook, str):
+            module, _, name = hook.rpartition(".")
+            hook = getattr(importlib.import_module(module), name)
+        if hook is not None:
+            hook()  # if it raises, the worker ends: as without us
+
+    return relax_tq_rdma_worker_hook
+
+
+@contextmanager
+def _submitted_environment(own: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The environment that the job was submitted with. Inside the block Ray does not see the hook in it, since ours
+    runs it; a job that has set two of its own is told so by Ray."""
+    text = os.environ.get(_SUBMITTED)
+    config = json.loads(text) if text else {}
+    submitted: dict[str, Any] = config.get("runtime_env") or {}
+    if text is None or HOOK in own or HOOK not in submitted:
+        yield submitted
+        return
+    rest = {key: value for key, value in submitted.items() if key != HOOK}
+    rest["env_vars"] = {k: v for k, v in (submitted.get("env_vars") or {}).items() if k != _HOOK_VARIABLE}
+    os.environ[_SUBMITTED] = json.dumps({**config, "runtime_env": rest})
+    try:
+        yield submitted
+    finally:
+        os.environ[_SUBMITTED] = text
