@@ -53,7 +53,7 @@ class Advantages:
                 break
             if time.monotonic() > ends:
                 raise RuntimeError(f"{TASK}: no row of {partition} came in time")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
         data = await self.data_system_client.async_get_data(meta)
         lengths = [int(n) for n in data["response_lengths"].reshape(-1)]
         rewards = data["rewards"].reshape(-1)

@@ -24,8 +24,7 @@ class Rollout:
         self.config = config
         tq.init(config.tq_config)
         self.data_system_client = tq.get_client()
-        source = ray.remote(load_function(config.data_source_path)).options(num_cpus=0)
-        self.data_source = data_source or source.remote(config)
+        self.data_source = data_source or _create_data_source(config)
         self.rollout_manager = create_rollout_manager(config, pg, self.data_source, runtime_env)
 
     def get_rollout_manager(self) -> Any:
@@ -38,3 +37,9 @@ class Rollout:
             ray.get(self.rollout_manager.generate.remote(rollout_id))
             if every and (rollout_id + 1) % every == 0:
                 ray.get(self.rollout_manager.eval.remote(rollout_id))
+
+
+def _create_data_source(config: Namespace) -> Any:
+    """Without the data system's config: to unpickle its sampler is to import TransferQueue, which no source uses."""
+    light = Namespace(**{name: value for name, value in vars(config).items() if name != "tq_config"})
+    return ray.remote(load_function(config.data_source_path)).options(num_cpus=0).remote(light)

@@ -15,10 +15,10 @@ NEW = LINE == "new"
 WITH = frozenset(filter(None, os.environ.get("STANDIN_WITH", "").split(",")))
 """Work that is not in the mainline: ``pr256`` (a data plane of the host's own), ``group-processor``."""
 
-VARIANTS = Path(__file__).resolve().parents[2] / "variants"
+_HERE = Path(__file__).resolve().parents[2]
 
 
-def variant_paths(package: str) -> list[str]:
-    """More folders of a package of the host, for its ``__path__``: one for each variant that adds modules to it."""
-    folders = (VARIANTS / variant / package for variant in sorted(WITH))
+def more_paths(package: str) -> list[str]:
+    """More folders of a package of the host, for its ``__path__``: of this line, and of what it brings beyond it."""
+    folders = (_HERE / "lines" / LINE / package, *(_HERE / "variants" / name / package for name in sorted(WITH)))
     return [str(folder) for folder in folders if folder.is_dir()]

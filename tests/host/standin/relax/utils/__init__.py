@@ -8,9 +8,9 @@ import os
 import sys
 from typing import Any
 
-from relax.standin.line import NEW, variant_paths
+from relax.standin.line import NEW, more_paths
 
-__path__ += variant_paths("utils")
+__path__ += more_paths("utils")
 
 
 def try_import_telemetry_hook(logger: Any = None) -> None:

@@ -87,4 +87,4 @@ class RolloutManager(ReloadableMixin):
         while not engine.ready(self.args, rollout_id):
             if time.monotonic() > ends:
                 raise RuntimeError(f"the weights for rollout {rollout_id} did not come")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)

@@ -1,3 +1,3 @@
-from relax.standin.line import variant_paths
+from relax.standin.line import more_paths
 
-__path__ += variant_paths("utils/data")
+__path__ += more_paths("utils/data")
