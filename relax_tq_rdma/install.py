@@ -90,7 +90,7 @@ def install(settings: Settings | argparse.Namespace | None = None, *, host: Host
             print(start_line(effective), file=sys.stderr, flush=True)
             _installed = _Installed(effective)
         else:
-            _installed = _ready_as_driver(effective, host, of_host=args is not None and _host_is_here())
+            _installed = _ready_as_driver(effective, host, of_host=args is not None)
 
 
 def install_in_worker() -> None:
@@ -156,17 +156,12 @@ def uninstall() -> None:
         _installed = None
 
 
-def _host_is_here() -> bool:
-    from relax_tq_rdma.seams.host_code import has_module
-
-    return has_module("relax.core.controller")
-
-
 def _look_at_host(args: argparse.Namespace, settings: Settings) -> HostFacts:
+    from relax_tq_rdma.seams.host_code import has_host
     from relax_tq_rdma.seams.relax_args import host_facts
 
     facts = host_facts(args)
-    if settings.touches_nothing or not _host_is_here():
+    if settings.touches_nothing or not has_host():
         return facts
     from relax_tq_rdma.seams.relax_controller import RelaxController
     from relax_tq_rdma.seams.relax_rollout import RelaxRollout
@@ -188,11 +183,12 @@ def _ready_as_driver(settings: Settings, host: HostFacts | None, *, of_host: boo
     if settings.wants_mooncake:
         quiet_native_log()
     from relax_tq_rdma.seams import driver
+    from relax_tq_rdma.seams.host_code import has_host
     from relax_tq_rdma.seams.taken import TakenSeams
 
     seams = TakenSeams()
     try:
-        init = driver.take(seams, settings, host, of_host=of_host)
+        init = driver.take(seams, settings, host, of_host=of_host and has_host())
     except BaseException:
         seams.give_back()
         raise
@@ -201,6 +197,7 @@ def _ready_as_driver(settings: Settings, host: HostFacts | None, *, of_host: boo
 
 def _ready_as_worker() -> _Installed:
     quiet_native_log()
+    from relax_tq_rdma.seams.host_code import has_host
     from relax_tq_rdma.seams.on_import import AfterImport
     from relax_tq_rdma.seams.taken import TakenSeams
 
@@ -209,7 +206,7 @@ def _ready_as_worker() -> _Installed:
         _take_transfer_queue(installed)
     else:
         installed.waiting = AfterImport("transfer_queue", lambda: _take_transfer_queue(installed))
-    if _host_is_here():
+    if has_host():
         from relax_tq_rdma.seams.relax_consumer import RelaxConsumer
         from relax_tq_rdma.seams.relax_rollout import RelaxRollout
 

@@ -18,6 +18,9 @@ from relax_tq_rdma.doctor.cluster import probe_running_cluster
 from relax_tq_rdma.doctor.options import Options
 from relax_tq_rdma.seams import SeamReport, reports
 from relax_tq_rdma.seams.base import installed_transfer_queue
+from relax_tq_rdma.seams.host_code import has_host
+from relax_tq_rdma.seams.relax_controller import RelaxController
+from relax_tq_rdma.seams.relax_rollout import RelaxRollout
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.summary import start_line
 from relax_tq_rdma.transport import address
@@ -40,7 +43,7 @@ class Diagnosis:
 
     ``nodes`` maps node id to a unique name. ``reports`` are those of the planned job; when it does not use Mooncake
     they say nothing, and ``capabilities`` holds what the nodes could do instead. ``seams`` is empty when no layer is
-    on. ``outcome`` is the engine's own.
+    on and Relax is not installed. ``outcome`` is the engine's own.
     """
 
     settings: Settings
@@ -74,7 +77,9 @@ class Diagnosis:
     @property
     def refusal(self) -> str:
         """Why the job would not start; empty when it would."""
-        reasons = [finding.text for finding in self.rejects] or [seam.text for seam in self.seams if not seam.ok]
+        reasons = [finding.text for finding in self.rejects] or [
+            seam.text for seam in self.seams if seam.needed and not seam.ok
+        ]
         if not reasons and isinstance(self.outcome, Refusal):
             reasons = [self.outcome.message]
         return "; ".join(reasons)
@@ -96,6 +101,9 @@ def examine(options: Options, settings: Settings) -> Diagnosis:
         UsageError: an ``RTQ_*`` size or duration is no number.
         StartError: ``--cluster`` without Ray or without a running cluster; or the run folder cannot be used.
     """
+    seams = _seams(settings)
+    facts = _facts(seams)
+    findings, settings = compat.findings(settings, facts), compat.in_force(settings, facts)
     if settings.wants_mooncake:
         _check_own_settings(options, settings)
     asked = settings if settings.wants_mooncake else ALL_CAPABILITIES
@@ -111,8 +119,8 @@ def examine(options: Options, settings: Settings) -> Diagnosis:
         nodes=names,
         reports=own,
         capabilities=() if settings.wants_mooncake else complete,
-        findings=compat.findings(settings),
-        seams=[] if settings.touches_nothing else _seams(),
+        findings=findings,
+        seams=seams,
         outcome=decide(settings, [r for r in own if r.checks[0].name != "report"], names),
         variables=variables(os.environ),
     )
@@ -126,12 +134,14 @@ def _check_own_settings(options: Options, settings: Settings) -> None:
         run_dir("masters")
 
 
-def _seams() -> list[SeamReport]:
+def _seams(settings: Settings) -> list[SeamReport]:
     """Where the layers of this job would attach. Costs the import of TransferQueue, and with it of torch."""
+    if settings.touches_nothing and not has_host():
+        return []
     # stdout belongs to the result: what a library prints while it is imported goes elsewhere.
     with progress("importing TransferQueue to check its seams"), redirect_stdout(sys.stderr):
         try:
-            return reports()
+            return reports(settings)
         except ImportError as exc:
             return [
                 SeamReport(
@@ -142,6 +152,14 @@ def _seams() -> list[SeamReport]:
                     found=str(exc),
                 )
             ]
+
+
+def _facts(seams: Sequence[SeamReport]) -> compat.HostFacts:
+    """What the host does by itself. Its arguments are not known here."""
+    aside = {seam.name for seam in seams if seam.aside}
+    return compat.HostFacts(
+        own_data_plane=RelaxController.name in aside, own_group_processor=RelaxRollout.name in aside
+    )
 
 
 def _probe_here(options: Options, settings: Settings) -> tuple[dict[str, str], list[NodeReport]]:

@@ -148,13 +148,18 @@ def _seams(console: Console, diagnosis: Diagnosis) -> None:
         return
     console.print()
     _title(console, "seams")
-    good = [seam for seam in diagnosis.seams if seam.ok]
-    if good:
-        names = ", ".join(seam.name for seam in good)
-        console.print(Text.assemble(("ok  ", "green"), f"{names}: {good[0].installed}"))
+    good: dict[str, list[str]] = {}
     for seam in diagnosis.seams:
-        if not seam.ok:
-            console.print(Text.assemble(("FAILED  ", "bold red"), seam.text))
+        if seam.ok and not seam.aside:
+            good.setdefault(seam.installed, []).append(seam.name)
+    for installed, names in good.items():
+        console.print(Text.assemble(("ok  ", "green"), f"{', '.join(names)}: {installed}"))
+    for seam in diagnosis.seams:
+        if seam.aside:
+            console.print(Text.assemble(("aside  ", "yellow"), seam.text))
+        elif not seam.ok:
+            word, style = ("FAILED", "bold red") if seam.needed else ("note", "yellow")
+            console.print(Text.assemble((f"{word}  ", style), seam.text))
 
 
 def _variables(console: Console, diagnosis: Diagnosis) -> None:

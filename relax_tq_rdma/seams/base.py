@@ -18,7 +18,7 @@ class SeamReport(msgspec.Struct, frozen=True, kw_only=True):
     ``installed``: name and version of what it touches. ``expected``: what must be there, in words. ``found``: what is
     not as expected, empty when all is. ``taken_by``: the module of a stranger who sits there already. ``aside``: why
     the plugin leaves this place alone although all is well: the host brings its own. ``way_out``: what the user can do
-    when it does not fit.
+    when it does not fit. ``needed``: the job that was asked for does not start without it.
     """
 
     name: str
@@ -29,6 +29,7 @@ class SeamReport(msgspec.Struct, frozen=True, kw_only=True):
     taken_by: str = ""
     aside: str = ""
     way_out: str = "install a version this plugin was tested with (TransferQueue 0.1.10 or 0.1.11), or drop its flags"
+    needed: bool = True
 
     @property
     def text(self) -> str:
@@ -77,10 +78,15 @@ def require(seams: Iterable[Seam]) -> None:
 
 
 def installed_transfer_queue() -> str:
+    return installed("TransferQueue", "TransferQueue")
+
+
+def installed(distribution: str, title: str) -> str:
+    """Title and version of a package."""
     try:
-        return f"TransferQueue {metadata.version('TransferQueue')}"
+        return f"{title} {metadata.version(distribution)}"
     except metadata.PackageNotFoundError:
-        return "TransferQueue of unknown version"
+        return f"{title} of unknown version"
 
 
 def missing_parameters(function: Any, names: Iterable[str]) -> list[str]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 
-from relax_tq_rdma import env
+from relax_tq_rdma import coverage, env
 from relax_tq_rdma.compat import HostFacts, per_rank_wanted
 from relax_tq_rdma.seams.base import require
+from relax_tq_rdma.seams.relax_consumer import RelaxConsumer
+from relax_tq_rdma.seams.relax_controller import RelaxController
+from relax_tq_rdma.seams.relax_rollout import RelaxRollout
 from relax_tq_rdma.seams.taken import TakenSeams
 from relax_tq_rdma.seams.tq_init import TqInit
 from relax_tq_rdma.seams.tq_registry import TqRegistry
+from relax_tq_rdma.seams.worker_hook import WorkerHook
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.transport.hazards import MEMCPY
 
@@ -34,7 +38,9 @@ def take(seams: TakenSeams, settings: Settings, host: HostFacts | None, *, of_ho
     data_plane = () if facts.own_data_plane else (init, registry)
     require(data_plane)
     if of_host:
-        _check_host(settings, facts)
+        needed = needed_of_host(settings, facts)
+        host_seams = (WorkerHook(), RelaxController(), RelaxRollout(), RelaxConsumer())
+        require(seam for seam in host_seams if seam.name in needed)
     for seam in reversed(data_plane):  # the registries first: an init of another thread must find them taken
         seams.take(seam)
     if of_host:
@@ -42,31 +48,17 @@ def take(seams: TakenSeams, settings: Settings, host: HostFacts | None, *, of_ho
     return None if facts.own_data_plane else init
 
 
-def _check_host(settings: Settings, facts: HostFacts) -> None:
-    from relax_tq_rdma.seams.relax_consumer import RelaxConsumer
-    from relax_tq_rdma.seams.relax_controller import RelaxController
-    from relax_tq_rdma.seams.relax_rollout import RelaxRollout
-    from relax_tq_rdma.seams.worker_hook import WorkerHook
-
-    require((WorkerHook(), RelaxController()))
+def needed_of_host(settings: Settings, facts: HostFacts) -> set[str]:
+    """Names of the seams without which a job of the host does not start; R1 is the launcher's own business."""
+    needed = {WorkerHook.name, RelaxController.name}
     if settings.group_share_processor:
-        require((RelaxRollout(),))
-    if not facts.own_data_plane and _fetches_otherwise(settings, facts):
-        require((RelaxConsumer(),))
-
-
-def _fetches_otherwise(settings: Settings, facts: HostFacts) -> bool:
-    """Whether who fetches is not what the host's own switch says."""
-    return per_rank_wanted(settings, facts) != facts.per_rank_fetch
+        needed.add(RelaxRollout.name)
+    if not facts.own_data_plane and per_rank_wanted(settings, facts) != facts.per_rank_fetch:
+        needed.add(RelaxConsumer.name)  # who fetches is not what the host's own switch says
+    return needed
 
 
 def _take_host(seams: TakenSeams, settings: Settings, facts: HostFacts, init: TqInit) -> None:
-    from relax_tq_rdma import coverage
-    from relax_tq_rdma.seams.relax_consumer import RelaxConsumer
-    from relax_tq_rdma.seams.relax_controller import RelaxController
-    from relax_tq_rdma.seams.relax_rollout import RelaxRollout
-    from relax_tq_rdma.seams.worker_hook import WorkerHook
-
     seams.take(WorkerHook(_variables(settings)))
     if settings.group_share_processor:
         seams.take_when_imported(RelaxRollout())

@@ -12,9 +12,10 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from relax_tq_rdma.seams.base import installed
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,13 @@ class Function:
     is_async: bool
 
 
+def has_host() -> bool:
+    """Whether Relax can be imported here."""
+    return has_module("relax.core.controller")
+
+
 def installed_host() -> str:
-    try:
-        return f"Relax {metadata.version('relax')}"
-    except metadata.PackageNotFoundError:
-        return "Relax of unknown version"
+    return installed("relax", "Relax")
 
 
 def has_module(name: str) -> bool:

@@ -112,7 +112,7 @@ def complain_of_unknown(argv: Iterable[str], known: Sequence[str]) -> None:
         name = word.partition("=")[0]
         if not name.startswith("--") or name in known:
             continue
-        close = difflib.get_close_matches(name, ours, n=1, cutoff=0.9 if not name.startswith(_PREFIXES) else 0.5)
+        close = difflib.get_close_matches(name, ours, n=1, cutoff=0.65 if name.startswith(_PREFIXES) else 0.9)
         if close or name.startswith(_PREFIXES):
             hint = f"did you mean {close[0]}?" if close else "relax-tq-rdma doctor --explain-flags lists them all"
             raise UsageError(f"unknown flag {name}: {hint}")

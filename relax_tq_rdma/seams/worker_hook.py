@@ -13,10 +13,9 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any
 
-from relax_tq_rdma.seams.base import SeamReport, missing_parameters
+from relax_tq_rdma.seams.base import SeamReport, installed, missing_parameters
 from relax_tq_rdma.seams.wrapping import Wrappers
 
 HOOK = "worker_process_setup_hook"
@@ -54,7 +53,7 @@ class WorkerHook:
         return SeamReport(
             name=self.name,
             ok=not found,
-            installed=f"Ray {metadata.version('ray')}",
+            installed=installed("ray", "Ray"),
             expected=self._expected,
             found=found,
             way_out="install Ray 2.40 or later, or drop the flags of relax-tq-rdma",

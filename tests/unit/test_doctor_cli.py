@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from relax_tq_rdma import StartError, UsageError
+from relax_tq_rdma import Settings, StartError, UsageError
 from relax_tq_rdma.compat import RULES
 from relax_tq_rdma.doctor import examine as examining
 from relax_tq_rdma.doctor.cli import run
@@ -45,7 +45,9 @@ def _calm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mooncake's child process has its own tests; nothing of the caller's environment leaks in."""
     facts = MooncakeFacts(version="0.3.13.post1", distribution="mooncake-transfer-engine", lazy_mount=True)
     monkeypatch.setattr(probe, "inspect_mooncake", lambda limit, **_: facts)
-    monkeypatch.setattr(examining, "reports", lambda: [seam()])  # the real ones import torch: see the integration tests
+    monkeypatch.setattr(
+        examining, "reports", lambda settings: [seam()]
+    )  # the real ones import torch: see the integration tests
     for name in ("MC_STORE_MEMCPY", "MC_GID_INDEX", "NCCL_IB_GID_INDEX", "COLUMNS", "RTQ_SYSTEM_ROOT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -163,7 +165,7 @@ def test_a_seam_that_does_not_fit_stops_the_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = seam(ok=False, found="no init")
-    monkeypatch.setattr(examining, "reports", lambda: [seam(name="T2"), bad])
+    monkeypatch.setattr(examining, "reports", lambda settings: [seam(name="T2"), bad])
     root = healthy(tmp_path).root
     code, out = data(capsys, root, *AUTO)
     assert (code, out["ok"], out["refusal"]) == (1, False, bad.text)
@@ -177,7 +179,7 @@ def test_a_seam_that_does_not_fit_stops_the_job(
 def test_transfer_queue_that_cannot_be_imported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails() -> list[SeamReport]:
+    def fails(settings: Settings) -> list[SeamReport]:
         print("noise of a library")
         raise ImportError("No module named 'transfer_queue'")
 

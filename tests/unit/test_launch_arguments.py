@@ -1,0 +1,141 @@
+"""Seam R1: the plugin's flags on a command line like the host's: Megatron's parser, then groups, then what is unknown
+is dropped without a word."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_tq_rdma import SeamError, Settings, UsageError
+from relax_tq_rdma.flags import FLAGS
+from relax_tq_rdma.seams.relax_arguments import MODULE, RelaxArguments
+from tests.host_module import forget, modules_in
+
+HOST = """
+import argparse, sys
+
+def parse_args(add_custom_arguments=None):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument_group("megatron").add_argument("--tensor-model-parallel-size", type=int, default=1)
+    if add_custom_arguments is not None:
+        parser = add_custom_arguments(parser)
+    group = parser.add_argument_group("host")
+    group.add_argument("--fully-async", action="store_true")
+    {more}
+    args, _ = parser.parse_known_args(sys.argv[1:])
+    {after}
+    return args
+"""
+
+Parse = Callable[..., argparse.Namespace]
+
+
+@pytest.fixture
+def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parse]:
+    with modules_in(tmp_path, monkeypatch) as write:
+
+        def run(*argv: str, more: str = "pass", after: str = "pass", **how: Any) -> argparse.Namespace:
+            forget()
+            write(MODULE, HOST.replace("{more}", more).replace("{after}", after))
+            monkeypatch.setattr(sys, "argv", ["train.py"])
+            return RelaxArguments(**how).parse(argv)
+
+        yield run
+
+
+def test_the_flags_are_parsed_beside_the_host_s(parse: Parse) -> None:
+    args = parse(
+        "--fully-async", "--tq-normalize-multimodal", "--tq-host-staging-mb", "7", "--an-unknown-flag-of-the-host"
+    )
+    assert (args.fully_async, args.tensor_model_parallel_size) == (True, 1)
+    assert Settings.from_args(args) == Settings(normalize_multimodal=True, host_staging_mb=7)
+    assert sys.argv[1:2] == ["--fully-async"]
+
+
+def test_a_flag_that_the_host_has_too_is_the_host_s(parse: Parse) -> None:
+    more = 'group.add_argument("--tq-rdma-mode", choices=("off", "auto", "required", "later"), default="auto")'
+    assert Settings.from_args(parse(more=more)).rdma_mode == "auto"
+    assert parse("--tq-rdma-mode", "later", more=more).tq_rdma_mode == "later"
+    with pytest.raises(UsageError, match=r"--tq-rdma-mode: 'later' is not valid"):
+        Settings.from_args(parse("--tq-rdma-mode", "later", more=more))
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("--tq-normalise-multimodal", "did you mean --tq-normalize-multimodal?"),
+        ("--tq-hostt-staging=1", "did you mean --tq-host-staging?"),
+        ("--dataplane-acounting", "did you mean --dataplane-accounting?"),
+        ("--rollout-group-shared-processor", "did you mean --rollout-group-share-processor?"),
+        ("--tq-x", "doctor --explain-flags lists them all"),
+        ("--no-tq-use-grd", "did you mean --tq-use-gdr?"),
+    ],
+)
+def test_an_unknown_flag_of_ours_is_an_error(parse: Parse, word: str, hint: str) -> None:
+    with pytest.raises(UsageError) as err:
+        parse("--fully-async", word)
+    assert word.partition("=")[0] in str(err.value)
+    assert hint in str(err.value)
+
+
+def test_a_flag_that_only_this_host_has_is_not_unknown(parse: Parse) -> None:
+    more = 'group.add_argument("--tq-something-of-its-own", default="")'
+    assert parse("--tq-something-of-its-own", "x", more=more).tq_something_of_its_own == "x"
+
+
+def test_a_misspelt_key_of_the_host_s_configuration_file_is_an_error(parse: Parse) -> None:
+    assert Settings.from_args(parse(after="args.tq_storage_backend = 'mooncake'")).wants_mooncake
+    with pytest.raises(UsageError, match=r"unknown key tq_storage_backends .* did you mean tq_storage_backend\?"):
+        parse(after="args.tq_storage_backends = 'mooncake'")
+
+
+def test_a_bad_value_ends_as_every_bad_value_of_the_host(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("--tq-host-staging-mb", "-1")
+    assert end.value.code == 2
+    assert "expected a number above 0" in capsys.readouterr().err
+
+
+def test_a_host_that_does_not_register_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with modules_in(tmp_path, monkeypatch) as write:
+        write(MODULE, "import argparse\ndef parse_args(add_custom_arguments=None):\n    return argparse.Namespace()\n")
+        monkeypatch.setattr(sys, "argv", ["train.py"])
+        with pytest.raises(SeamError, match=r"seam R1 .* did not call add_custom_arguments"):
+            RelaxArguments().parse([])
+
+
+def test_whoever_takes_parse_args_by_name_gets_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    seen: list[argparse.Namespace] = []
+    with modules_in(tmp_path, monkeypatch) as write:
+        write(MODULE, HOST.replace("{more}", "pass").replace("{after}", "pass"))
+        module = importlib.import_module(MODULE)
+        before = module.parse_args
+        seam = RelaxArguments(then=seen.append)
+        seam.apply()
+        seam.apply()
+        monkeypatch.setattr(sys, "argv", ["train.py", "--tq-dedup-multimodal"])
+        own: list[str] = []
+
+        def custom(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            own.append(parser.prog)
+            parser.add_argument("--mine", default="here")
+            return parser
+
+        args = module.parse_args(add_custom_arguments=custom)
+        assert (args.tq_dedup_multimodal, args.mine, seen) == (True, "here", [args])
+        assert len(own) == 1
+        seam.remove()
+        assert module.parse_args is before
+
+
+def test_every_flag_is_on_the_namespace(parse: Parse) -> None:
+    args = parse()
+    assert Settings.from_args(args) == Settings()
+    assert all(hasattr(args, flag.dest) for flag in FLAGS)
