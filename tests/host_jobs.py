@@ -58,5 +58,11 @@ class HostJob:
         return [json.loads(line) for line in whole.splitlines()]
 
     def wait(self, timeout: float = 120) -> HostRun:
-        self.process.wait(timeout)
+        """Raises ``AssertionError`` with what there is to read when the job has not ended by then."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            kinds = [record["kind"] for record in self.records()]
+            text = f"the job did not end within {timeout:g} s; noted: {kinds}; printed:\n{self.log.read_text()[-4000:]}"
+            raise AssertionError(text) from None
         return HostRun(self.process.returncode, self.log.read_text(), self.records())
