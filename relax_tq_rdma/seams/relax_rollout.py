@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from relax_tq_rdma import accounting
+from relax_tq_rdma import accounting, coverage
 from relax_tq_rdma.accounting.notes import say_once
 from relax_tq_rdma.rollout.group_processor import Counts, GroupProcessor, Output, Processor
 from relax_tq_rdma.seams.base import SeamReport
@@ -40,6 +41,7 @@ class RelaxRollout:
 
     def __init__(self) -> None:
         self._sharing = GroupProcessor()
+        self._told: Counter[str] = Counter()
         self._wrappers = Wrappers()
 
     @property
@@ -94,6 +96,8 @@ class RelaxRollout:
     def _say_what_was_not_shared(self) -> None:
         for why in self.counts.own.keys() - _AS_MEANT:
             say_once(f"group processor: {why}", f"the image processor runs once per sample, not per group: {why}")
+            coverage.count(f"image processor runs of one sample ({why})", self.counts.own[why] - self._told[why])
+            self._told[why] = self.counts.own[why]
 
 
 def _timed(processor: Processor) -> Processor:

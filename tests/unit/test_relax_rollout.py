@@ -9,13 +9,14 @@ import inspect
 import logging
 import pickle
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from relax_tq_rdma import accounting
+from relax_tq_rdma import accounting, coverage
 from relax_tq_rdma.accounting import notes
 from relax_tq_rdma.seams import relax_rollout
 from relax_tq_rdma.seams.base import require
@@ -165,10 +166,12 @@ def test_removed_it_is_as_before(host: Any) -> None:
     assert dict(vars(module)) == before
 
 
-def test_what_was_not_shared_is_said_once(
+def test_what_was_not_shared_is_said_once_and_counted(
     taken: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    counted: Counter[str] = Counter()
     monkeypatch.setattr(notes, "_SAID", set())
+    monkeypatch.setattr(coverage, "count", lambda what, times: counted.update({what: times}))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             generate(taken.module, args_of(), [*make_group(2), *make_group(2)])
@@ -176,6 +179,7 @@ def test_what_was_not_shared_is_said_once(
     assert [record.getMessage() for record in caplog.records] == [
         "the image processor runs once per sample, not per group: members hold different media objects"
     ]
+    assert counted == {"image processor runs of one sample (members hold different media objects)": 8}
 
 
 def test_each_run_is_a_stage_of_the_accounting(taken: Any) -> None:
