@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
-from relax_tq_rdma.errors import TransferError
+from relax_tq_rdma.errors import DataplaneError, TransferError
 
 RETRY_SECONDS = 0.02
 """Rows that one rank was given are ready for all: the next question is answered."""
@@ -30,6 +30,9 @@ class Cohort(Protocol):
 
     def minimum(self, values: Sequence[int]) -> list[int]:
         """Element-wise minimum over the ranks. Collective."""
+
+    def gather(self, text: str) -> list[str]:
+        """The text of every rank, on every rank. Collective."""
 
 
 class Lockstep:
@@ -66,9 +69,7 @@ class Lockstep:
             rows = _checksum(answer) if told == _ROWS else 0
             least, most, first, last, timely = self._compare(told, rows, self._clock() < ends)
             if least == _FAILED:
-                raise error or TransferError(
-                    f"another rank of this cohort failed to ask for {of_what}: the cause is in its log"
-                )
+                raise self._failure(error, f"ask for {of_what}")
             if least == most:
                 if first != last:
                     raise TransferError(
@@ -96,12 +97,22 @@ class Lockstep:
         (complete,) = self._cohort.minimum([error is None])
         if complete:
             return cast(T, data)
-        raise error or TransferError(f"another rank of this cohort failed to get {of_what}: the cause is in its log")
+        raise self._failure(error, f"get {of_what}")
+
+    def _failure(self, error: Exception | None, what: str) -> Exception:
+        """This rank's own, else one that tells what happened on another. Collective."""
+        causes = self._cohort.gather("" if error is None else describe(error))
+        return error or TransferError(f"another rank of this cohort failed to {what}: {next(filter(None, causes))}")
 
     def _compare(self, told: int, rows: int, timely: bool) -> tuple[int, int, int, int, bool]:
         """Least and most that a rank was told, least and greatest checksum, and whether no rank is out of time."""
         least, most, first, last, in_time = self._cohort.minimum([told, -told, rows, -rows, timely])
         return least, -most, first, -last, bool(in_time)
+
+
+def describe(error: Exception) -> str:
+    """One clause, not empty."""
+    return str(error) if isinstance(error, DataplaneError) else f"{type(error).__name__}: {error}"
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:

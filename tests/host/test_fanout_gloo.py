@@ -82,9 +82,13 @@ def test_ranks_agree_on_what_kind_of_nothing_it_is(cohort: Any) -> None:
 def test_one_failure_ends_the_fetch_of_all(cohort: Any) -> None:
     _, document = cohort
     said = results(document, "failures")
-    other = "TransferError: another rank of this cohort failed to {}: the cause is in its log"
-    asking, getting = (
-        other.format(what) for what in ("ask for partition failing ask", "get rows of partition failing get")
+    asking = (
+        "TransferError: another rank of this cohort failed to ask for partition failing ask: "
+        "OSError: storage is gone for rank 1"
+    )
+    getting = (
+        "TransferError: another rank of this cohort failed to get rows of partition failing get: "
+        "OSError: storage is gone for rank 2"
     )
     assert [one["ask"] for one in said] == [asking, "OSError: storage is gone for rank 1", asking]
     assert [one["get"] for one in said] == [getting, getting, "OSError: storage is gone for rank 2"]

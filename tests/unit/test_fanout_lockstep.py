@@ -31,18 +31,21 @@ class Ranks:
         self.size = size
         self.collectives = [0] * size
         self._barrier = threading.Barrier(size)
-        self._values: list[Sequence[int]] = [()] * size
+        self._values: list[Any] = [None] * size
 
     def cohort(self, rank: int) -> Any:
-        def minimum(values: Sequence[int]) -> list[int]:
-            self._values[rank] = values
+        def all_of(value: Any) -> list[Any]:
+            self._values[rank] = value
             self.collectives[rank] += 1
             self._barrier.wait(DEADLINE)
-            least = [int(min(column)) for column in zip(*self._values, strict=True)]
+            values = list(self._values)
             self._barrier.wait(DEADLINE)
-            return least
+            return values
 
-        return SimpleNamespace(minimum=minimum)
+        def minimum(values: Sequence[int]) -> list[int]:
+            return [int(min(column)) for column in zip(*all_of(values), strict=True)]
+
+        return SimpleNamespace(minimum=minimum, gather=all_of)
 
     def run(self, main: Callable[[int, Lockstep], Any], limit_s: float = DEADLINE) -> list[Any]:
         """What each rank returned or raised."""
@@ -115,18 +118,19 @@ def test_a_lasting_split_ends_in_a_sentence_on_every_rank() -> None:
     assert str(results[0]) == str(results[1])
 
 
-def test_a_failed_question_fails_every_rank_with_its_own_cause_where_it_happened() -> None:
+def test_a_failed_question_fails_every_rank_with_its_cause() -> None:
     for asked in ([script(OSError("gone")), script(rows(1))], [script(NOTHING, OSError("gone")), script(rows(1))]):
         cause, other = Ranks(2).run(lambda rank, step, asked=asked: step.ask(asked[rank], "partition p"))
         assert isinstance(cause, OSError)
         assert isinstance(other, TransferError)
-        assert str(other) == "another rank of this cohort failed to ask for partition p: the cause is in its log"
+        assert str(other) == "another rank of this cohort failed to ask for partition p: OSError: gone"
 
 
 def test_a_failed_get_fails_every_rank() -> None:
     taken = [script({"a": 1}), script(OSError("gone")), script({"a": 1})]
     results = Ranks(3).run(lambda rank, step: step.take(taken[rank], "rows of partition p"))
     assert [type(result) for result in results] == [TransferError, OSError, TransferError]
+    assert str(results[0]) == "another rank of this cohort failed to get rows of partition p: OSError: gone"
     assert Ranks(2).run(lambda rank, step: step.take(script(rank), "p")) == [0, 1]
 
 

@@ -74,6 +74,9 @@ class Alone:
     def minimum(self, values: Any) -> list[int]:
         return [int(value) for value in values]
 
+    def gather(self, text: str) -> list[str]:
+        return [text]
+
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
