@@ -151,7 +151,7 @@ def _are_ready(client: Any, fields: list[str], indexes: list[int], partition: st
     known, status = client.get_production_status(data_fields=fields, partition_id=partition)
     if known is None or status is None:
         return False
-    ready = {int(index) for index, row in zip(known, status, strict=True) if row.numel() and bool(row.all())}
+    ready = {int(index) for index, row in zip(known, status, strict=True) if bool(row.all())}
     return ready.issuperset(indexes)
 
 
