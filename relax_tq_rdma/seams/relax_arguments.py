@@ -84,7 +84,8 @@ class RelaxArguments:
 
             def register(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 parser = parser if add_custom_arguments is None else add_custom_arguments(parser)
-                parser.conflict_handler = "resolve"  # groups made from now on take it over
+                for container in (parser, *parser._action_groups):  # groups made later take over the parser's
+                    container.conflict_handler = "resolve"
                 parsers.append(parser)
                 return add_arguments(parser)
 

@@ -65,6 +65,11 @@ def test_a_flag_that_the_host_has_too_is_the_host_s(parse: Parse) -> None:
         Settings.from_args(parse("--tq-rdma-mode", "later", more=more))
 
 
+def test_a_flag_that_the_host_adds_to_the_parser_itself(parse: Parse) -> None:
+    args = parse("--tq-rdma-device", "7", more='parser.add_argument("--tq-rdma-device", type=int, default=3)')
+    assert args.tq_rdma_device == 7
+
+
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
