@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -86,3 +87,16 @@ class Comm:
         """Wait for every rank of the job."""
         if self.mesh.world > 1:
             dist.barrier()
+
+
+class CohortComm:
+    """The cohort of a :class:`Comm`, see :class:`relax_tq_rdma.fanout.lockstep.Cohort`."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def minimum(self, values: Sequence[int]) -> list[int]:
+        return self._comm.minimum(list(values), "cohort")
+
+    def gather(self, text: str) -> list[str]:
+        return self._comm.gather(text, "cohort")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from relax_tq_rdma.demo import fetch
-from relax_tq_rdma.demo.fetch import Fetcher, describe, restore
+from relax_tq_rdma.demo.fetch import Fetcher, describe_tensors, restore
 from relax_tq_rdma.demo.mesh import Mesh
 from relax_tq_rdma.demo.rows import MULTIMODAL, to_tensordict
 from relax_tq_rdma.errors import TransferError
@@ -59,7 +59,7 @@ class FakeComm:
 
 class Meta:
     def __init__(self, size):
-        self.size = size
+        self.size, self.global_indexes = size, list(range(size))
 
 
 class FakeClient:
@@ -162,10 +162,12 @@ def test_one_failed_get_fails_all_ranks_with_its_cause(per_rank):
     mesh = Mesh(tp=2, pp=2)
     asked = clients(mesh, rank0=FakeClient(get=broken))
     results, world = run(mesh, asked, per_rank)
+    cause = "ConnectionError: storage unit is gone"
+    other = f"another rank of this cohort failed to get rows of partition train_3: {cause}" if per_rank else cause
     for rank in range(4):
         assert isinstance(results[rank], TransferError)
-        assert str(results[rank]) == "fetch of partition train_3 failed: ConnectionError: storage unit is gone"
-        assert world.calls[rank] == world.calls[0]
+        assert str(results[rank]) == f"fetch of partition train_3 failed: {other if rank else cause}"
+        assert not any(what == "bytes" for what, _ in world.calls[rank])
 
 
 def test_a_failed_poll_fails_all_ranks():
@@ -173,15 +175,19 @@ def test_a_failed_poll_fails_all_ranks():
     client = FakeClient()
     client.get_meta = lambda **asked: broken()
     results, _ = run(mesh, clients(mesh, rank1=client), per_rank=True)
-    assert {str(results[rank]) for rank in (0, 1)} == {
-        "fetch of partition train_3 failed: ConnectionError: storage unit is gone"
-    }
+    cause = "ConnectionError: storage unit is gone"
+    assert str(results[1]) == f"fetch of partition train_3 failed: {cause}"
+    assert str(results[0]) == (
+        f"fetch of partition train_3 failed: another rank of this cohort failed to ask for partition train_3: {cause}"
+    )
 
 
-def test_rows_that_never_come_end_in_a_sentence_on_all_ranks(monkeypatch):
+@pytest.mark.parametrize("per_rank", [True, False])
+def test_rows_that_never_come_end_in_a_sentence_on_all_ranks(monkeypatch, per_rank):
     monkeypatch.setattr(fetch, "POLL_SECONDS", 0.001)
     mesh = Mesh(tp=2)
-    results, _ = run(mesh, clients(mesh, rank0=FakeClient(ready_after=10**9)), per_rank=False, limit_s=0.05)
+    never = {f"rank{rank}": FakeClient(ready_after=10**9) for rank in range(2)}
+    results, _ = run(mesh, clients(mesh, **never), per_rank, limit_s=0.05)
     for rank in (0, 1):
         assert isinstance(results[rank], TransferError)
         assert "partition train_3 was not complete within 0.05 s" in str(results[rank])
@@ -189,7 +195,7 @@ def test_rows_that_never_come_end_in_a_sentence_on_all_ranks(monkeypatch):
 
 def test_describe_and_restore_are_inverse():
     entries = [{"b": torch.ones(2, 3), "a": torch.empty(0, 4)}, None, {}, {"c": torch.tensor(1)}]
-    spec, tensors = describe(entries)
+    spec, tensors = describe_tensors(entries)
     assert [None if entry is None else [key for key, _, _ in entry] for entry in spec] == [["b", "a"], None, [], ["c"]]
     again = restore(spec, tensors)
     assert [None if e is None else list(e) for e in again] == [["b", "a"], None, [], ["c"]]
