@@ -12,14 +12,18 @@ is. The order of tests keeps the common cases cheap:
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from relax_tq_rdma.payload.format import Bytes
+from relax_tq_rdma.payload.format import Bytes, aligned
 from relax_tq_rdma.payload.plan import Leaf, RowPlan, leaf_bytes
 
 MIN_BYTES = 1024
@@ -27,7 +31,12 @@ MIN_BYTES = 1024
 
 _SAMPLE_BLOCK = 1024
 _SAMPLE_BLOCKS = 16
-_COMPARE_CHUNK = 1 << 20  # bytes compared at a time: stops early, and its result stays in cache
+
+_COMPARERS = min(4, os.cpu_count() or 1)
+"""Threads that compare one pair: one thread alone does not use the memory's bandwidth."""
+_SPLIT_BYTES = 1 << 20
+_memcmp = ctypes.CDLL(None).memcmp  # lets other threads run, and writes no result for each element, as NumPy does
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def find_sources(plans: Sequence[RowPlan | None]) -> list[int]:
@@ -138,11 +147,19 @@ def _same_bytes(left: list[Leaf], right: list[Leaf]) -> bool:
 
 
 def _equal(a: Bytes, b: Bytes) -> bool:
-    words = len(a) // 8 * 8
-    if not np.array_equal(a[words:], b[words:]):
-        return False
-    for at in range(0, words, _COMPARE_CHUNK):
-        end = min(at + _COMPARE_CHUNK, words)
-        if not np.array_equal(a[at:end].view(np.int64), b[at:end].view(np.int64)):
-            return False
-    return True
+    """Equal bytes of two contiguous arrays of one length."""
+    size, left, right = a.nbytes, a.ctypes.data, b.ctypes.data
+    if size < _SPLIT_BYTES:
+        return not _memcmp(left, right, size)
+    step = aligned(-(-size // _COMPARERS))
+    parts = range(0, size, step)
+    codes = _comparers().map(lambda at: _memcmp(left + at, right + at, min(step, size - at)), parts)
+    return not any(list(codes))  # all of them: none may still read when the caller lets go of the arrays
+
+
+@cache
+def _comparers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_COMPARERS, thread_name_prefix="dedup-compare")
+
+
+os.register_at_fork(after_in_child=_comparers.cache_clear)  # threads do not survive a fork

@@ -193,7 +193,7 @@ def test_numpy_view_and_tensor_of_the_same_memory_count_once():
         ("\ud800", 3),
         (b"a\0b", 3),
         (bytearray(5), 5),
-        (memoryview(np.zeros(4, dtype=np.int32)), 16),
+        pytest.param(memoryview(np.zeros(4, dtype=np.int32)), 16, id="memoryview"),
         (np.float32(1), 4),
         (np.zeros((2, 3), dtype=">i4"), 24),
         (np.arange(6)[::-1], 48),

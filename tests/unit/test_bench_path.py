@@ -69,6 +69,7 @@ def test_tiers_may_be_given_again() -> None:
         (["--rows", "10", "--dup", "4"], "--rows 10 cannot be cut into groups of --dup 4"),
         (["--case", "engine", "--backend", "simple"], "no case is left to measure"),
         (["--case", "simple_l2_l3b"], "or --dup 8"),
+        (["--dup-shared"], "--dup-shared needs copies: add --dup 8"),
         (["-o", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (["-o", "/"], "-o /: a folder, not a file"),
         (["--tire", "1"], "unrecognized arguments: --tire 1"),
@@ -123,6 +124,15 @@ def test_every_page_of_every_put_is_different() -> None:
     for old, row in zip(before, rows, strict=True):
         pages = (old != row[PIXELS]).view(-1).split(1024)
         assert all(page.any() for page in pages)
+
+
+def test_shared_copies_are_the_same_tensors_and_separate_ones_are_not() -> None:
+    shared = payload.make_rows(Shape(tier=1, rows=16, copies=4, shared=True))
+    separate = payload.make_rows(SHAPE)
+    payload.stamp(shared, SHAPE, 3)
+    payload.stamp(separate, SHAPE, 3)
+    assert payload.digests(shared) == payload.digests(separate)
+    assert [len({row[PIXELS].data_ptr() for row in rows}) for rows in (shared, separate)] == [4, 16]
 
 
 def arrived(number: int = 1) -> tuple[list[dict[str, Any]], list[int]]:
@@ -302,6 +312,7 @@ def figures(case: str, put: float = 0.0, get: float = 0.0, *, tier: int = 256) -
         payload_bytes=10**9,
         rows=64,
         dup=1,
+        dup_shared=False,
         put=made(put) if put else None,
         get=made(get) if get else None,
         not_measured="" if put else "why",

@@ -68,6 +68,7 @@ class CaseFigures(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: int
     rows: int
     dup: int
+    dup_shared: bool
     put: Side | None = None
     get: Side | None = None
     stored_bytes: int = 0

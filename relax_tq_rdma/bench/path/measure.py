@@ -59,7 +59,7 @@ def measure(options: Options, say: Say) -> Result:
     result = Result()
     with staged(options, say) as stage:
         for tier in options.tiers:
-            shape = Shape(tier=tier, rows=options.rows, copies=options.copies)
+            shape = Shape(tier=tier, rows=options.rows, copies=options.copies, shared=options.shared)
             Tier(stage, options, shape, say).run(result)
     return result
 
@@ -153,6 +153,7 @@ class Tier:
             payload_bytes=shape.nbytes,
             rows=shape.rows,
             dup=shape.copies,
+            dup_shared=shape.shared,
             not_measured=record.problem or proof.staging_problem(case, record.puts + record.gets),
         )
         if found.not_measured or record.watched is None:

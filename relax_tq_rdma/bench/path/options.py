@@ -26,6 +26,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[int]
     rows: int
     copies: int
+    shared: bool
     repeats: int
     keep: int
     pool: int
@@ -50,6 +51,8 @@ def parse(argv: Sequence[str]) -> Options:
         )
     if args.rows % args.dup:
         raise UsageError(f"--rows {args.rows} cannot be cut into groups of --dup {args.dup}")
+    if args.dup_shared and args.dup == 1:
+        raise UsageError("--dup-shared needs copies: add --dup 8")
     if args.output is not None and args.output.is_dir():
         raise UsageError(f"-o {args.output}: a folder, not a file")
     if args.output is not None and not args.output.absolute().parent.is_dir():
@@ -58,6 +61,7 @@ def parse(argv: Sequence[str]) -> Options:
         tiers=sorted(set(args.tier or TIERS)),
         rows=args.rows,
         copies=args.dup,
+        shared=args.dup_shared,
         repeats=args.repeats,
         keep=args.retain,
         pool=args.pool_mib,
@@ -92,6 +96,11 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="equal copies of each row, as a group of samples of one prompt has (default: 1)",
+    )
+    add(
+        "--dup-shared",
+        action="store_true",
+        help="the copies are the same tensors, as with --rollout-group-share-processor (default: equal, but separate)",
     )
     add("--repeats", type=_number(1, 1000), default=7, metavar="N", help="measured rounds of all cases (default: 7)")
     add(

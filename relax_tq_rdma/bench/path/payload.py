@@ -25,11 +25,15 @@ Row = Mapping[str, Any]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch of ``rows`` rows and about ``tier`` MiB, in groups of ``copies`` equal rows."""
+    """A batch of ``rows`` rows and about ``tier`` MiB, in groups of ``copies`` equal rows.
+
+    ``shared``: the rows of a group are the same tensors, as with ``--rollout-group-share-processor``.
+    """
 
     tier: int
     rows: int
     copies: int = 1
+    shared: bool = False
 
     @property
     def width(self) -> int:
@@ -54,13 +58,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_rows(shape: Shape) -> list[dict[str, Any]]:
-    """One dict of tensors a row, all separate objects, equal within a group."""
+    """One dict of tensors a row, equal within a group; separate tensors unless they are shared."""
     import torch
 
     rows: list[dict[str, Any]] = []
     for index, patches in enumerate(shape.patches):
         if index % shape.copies:
-            rows.append({key: value.clone() for key, value in rows[-1].items()})
+            rows.append({key: value if shape.shared else value.clone() for key, value in rows[-1].items()})
             continue
         generator = torch.Generator().manual_seed(index)
         rows.append(
