@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,25 +53,25 @@ class Fetcher:
         self._fetches = per_rank or comm.coords.is_fetcher
         self._in_step_with: Cohort = CohortComm(comm) if per_rank else GroupCohort([])
         self._limit_s = limit_s
+        self._get_s = 0.0
 
     def fetch(self, step: int) -> Fetched:
         """Raises ``TransferError`` on every rank of the cohort when one of them fails or rows do not come in time."""
         partition = f"train_{step}"
-        ready, get_s, columns, problem = time.perf_counter(), 0.0, None, ""
+        ready, columns, problem = time.perf_counter(), None, ""
         with ExitStack() as until_all_have_rows:
             if self._fetches:
                 try:
                     client, meta = self._wait_for_rows(partition, until_all_have_rows)
                     ready = time.perf_counter()
                     columns = self._get(client, meta, partition)
-                    get_s = time.perf_counter() - ready
                 except Exception as exc:  # the cohort must hear of it, and has when each rank fetches
                     problem = describe(exc)
             if self._mode == "rank0":
                 problem, columns = self._fan_out(problem, columns)
             if problem or columns is None:
                 raise TransferError(f"fetch of partition {partition} failed: {problem}")
-        return Fetched(rows.to_rows(columns), get_s, time.perf_counter() - ready - get_s)
+        return Fetched(rows.to_rows(columns), self._get_s, time.perf_counter() - ready - self._get_s)
 
     def _wait_for_rows(self, partition: str, until_all_have_rows: ExitStack) -> tuple[FetchClient, Any]:
         """Poll until there are rows for all that fetch; returns their metadata, and what to get them with."""
@@ -78,7 +79,8 @@ class Fetcher:
         def start_timer() -> None:
             until_all_have_rows.enter_context(accounting.fanout(self._mode, partition))
 
-        client = FetchClient(self._client, Lockstep(self._in_step_with, self._limit_s), partition, start_timer)
+        mine = SimpleNamespace(get_meta=self._client.get_meta, get_data=self._timed_get)
+        client = FetchClient(mine, Lockstep(self._in_step_with, self._limit_s), partition, start_timer)
         ends = time.perf_counter() + self._limit_s
         while True:
             meta = self._poll(client, partition)
@@ -99,6 +101,13 @@ class Fetcher:
             task_name=TASK,
             sampling_config=sampling,
         )
+
+    def _timed_get(self, meta: Any) -> Any:
+        """This rank's own; the wait for the others comes after it."""
+        began = time.perf_counter()
+        data = self._client.get_data(meta)
+        self._get_s = time.perf_counter() - began
+        return data
 
     @staticmethod
     def _get(client: FetchClient, meta: Any, partition: str) -> Columns:
