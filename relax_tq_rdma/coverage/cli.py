@@ -112,6 +112,7 @@ def _without_schema(record: JobRecord | ProcessRecord) -> dict[str, Any]:
 
 
 def _print(status: Status) -> None:
+    from rich.console import Console
     from rich.text import Text
 
     from relax_tq_rdma.doctor.render import plain_lines
@@ -126,7 +127,8 @@ def _print(status: Status) -> None:
             console.print(Text(f"fallback {step.from_} -> {step.to}: {step.reason} ({where})"), soft_wrap=True)
         console.print()
         table = _table(status)
-        console.width = max(console.width, console.measure(table).maximum)  # a narrow terminal wraps, and loses nothing
+        # Rich would cut columns where the terminal is narrow; a wrapped line loses nothing.
+        console.width = max(console.width, Console(width=10_000).measure(table).maximum)
         console.print(table)
         console.print()
         for sentence in status.differences:
