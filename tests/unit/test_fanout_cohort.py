@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from relax_tq_rdma.fanout.cohort import GroupCohort
+from relax_tq_rdma.fanout.lockstep import Lockstep
 
 
 def test_a_rank_alone_needs_no_group() -> None:
@@ -63,3 +69,35 @@ def test_least_values_and_texts_of_all(monkeypatch: pytest.MonkeyPatch, text: st
     assert results[0] == results[1]
     assert results[0][0] == [0, -1]
     assert sorted(set(results[0][1])) == sorted({"zero", text[:512]})
+
+
+def _on_a_gpu(rank: int, store: str, results: Any) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    cohort = GroupCohort([dist.group.WORLD])
+    told = [rank, 1]
+
+    def ask() -> Any:
+        return SimpleNamespace(size=told.pop(0), extra_info={}, global_indexes=[7])
+
+    agreed = Lockstep(cohort, 30.0).ask(ask, "p").global_indexes
+    began = time.perf_counter()
+    for _ in range(200):
+        cohort.minimum([1, 2, 3, 4, 5])
+    seconds = (time.perf_counter() - began) / 200
+    results.put((rank, cohort.minimum([rank, -rank, 1 << 33]), cohort.gather(f"rank {rank}"), agreed, seconds))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_nccl_the_ranks_agree_through_their_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    torch.multiprocessing.spawn(_on_a_gpu, (str(tmp_path / "store"), results), nprocs=2)
+    both = sorted(results.get() for _ in range(2))
+    for _, least, texts, agreed, _ in both:
+        assert (least, texts, agreed) == ([0, -1, 1 << 33], ["rank 0", "rank 1"], [7])
+    with capsys.disabled():
+        print(f"one agreement: {1e6 * max(seconds for *_, seconds in both):.0f} us")
