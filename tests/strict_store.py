@@ -56,6 +56,7 @@ class StrictStore:
         return self.setup_code
 
     def allocate_and_mount_segment(self, size: int, protocol: str = "tcp", location: str = "") -> dict[str, Any]:
+        assert location, "under RDMA no peer can reach a segment without a location"
         self.mounts.append(size)
         return {"ret": 0, "segment_ids": [f"segment-{len(self.mounts)}"], "allocated_size": size}
 

@@ -16,6 +16,7 @@ from relax_tq_rdma import env
 from relax_tq_rdma.staging.calls import Abandoned, bounded
 from relax_tq_rdma.staging.errors import OK, RESTART, StoreFault, meaning
 from relax_tq_rdma.transport.hazards import check_same_process
+from relax_tq_rdma.transport.native import ANYWHERE
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,8 @@ class CheckedStore:
 
     def allocate_and_mount_segment(self, size: int, protocol: str) -> int:
         """Give the store ``size`` bytes of this process's memory; returns how many it took."""
-        answer = self._call("allocate_and_mount_segment", self._native.allocate_and_mount_segment, size, protocol)
+        mount = self._native.allocate_and_mount_segment
+        answer = self._call("allocate_and_mount_segment", mount, size, protocol, ANYWHERE)
         mounted = answer.get("allocated_size", 0) if answer.get("ret") == OK else 0
         if mounted <= 0:
             raise StoreFault(

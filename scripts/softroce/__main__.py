@@ -89,6 +89,9 @@ def _run(built: image.Image, nodes: int, commands: list[list[str]], limit: float
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "120",
+        # What a process of a job takes, so that several fit into a guest.
+        "RTQ_SEGMENT_MB": "128",
+        "RTQ_LOCAL_BUFFER_MB": "32",
         **{name: value for name, value in os.environ.items() if name.startswith("RTQ_RDMA_")},
     }
     last = [time.monotonic()]

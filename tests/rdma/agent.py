@@ -77,6 +77,8 @@ def _accept(server: socket.socket, token: str, duties: Any) -> None:
 
 def _be_a_process(connection: socket.socket, hello: dict[str, Any], duties: Any) -> None:
     """The forked process: answer, and end with the connection."""
+    from tests.rdma.duties import at_end
+
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     os.environ.update(hello.get("environment", {}))
@@ -84,6 +86,7 @@ def _be_a_process(connection: socket.socket, hello: dict[str, Any], duties: Any)
         threading.Thread(target=_serve_by_name, args=(Path(hello["name"]), duties), daemon=True).start()
     connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
     serve(connection, duties)
+    at_end()
     os._exit(0)
 
 

@@ -28,6 +28,12 @@ wire must fail; nothing else would tell."""
 _state: dict[str, Any] = {}
 
 
+def at_end() -> None:
+    """The connection is closed: end what would outlive this process."""
+    if "master" in _state:
+        _state["master"].kill()
+
+
 def preload() -> None:
     """Import what the duties need: 20 times slower under emulation than anything else they do."""
     import mooncake.store  # noqa: F401
@@ -156,16 +162,12 @@ def master_page(word: str) -> list[str]:
 
 
 def serve_master(address: str, flags: dict[str, Any]) -> str:
-    """A master that no job owns, with flags of the test's choice; it ends with :func:`stop_master`."""
+    """A master that no job owns, with flags of the test's choice; it ends with this process."""
     from tests.mooncake import MooncakeMaster
 
     log = Path(os.environ.get("RTQ_RDMA_RESULTS", "/tmp")) / "master.log"
     _state["master"] = MooncakeMaster(log, rpc_address=address, **flags)
     return f"{address}:{_state['master'].rpc_port}"
-
-
-def stop_master() -> None:
-    _state.pop("master").kill()
 
 
 def accept_and_say_nothing(address: str) -> int:
@@ -286,7 +288,8 @@ def count_registrations() -> None:
 
 def fail_next(call: str, code: int, times: int) -> None:
     """Let the next calls of the native store report ``code`` for every value without doing anything."""
-    inner = getattr(_native(), call)
+    native = _native()
+    inner = getattr(native.behind if isinstance(native, _Before) else native, call)
     left = [times]
     _state["calls"] = 0
 
@@ -460,10 +463,10 @@ class _Before:
     """The native store with some calls replaced."""
 
     def __init__(self, native: Any) -> None:
-        self._behind = native
+        self.behind = native
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._behind, name)
+        return getattr(self.behind, name)
 
 
 def _fetch(partition: str, fields: list[str], indexes: list[int]) -> dict[str, list[Any]]:

@@ -27,9 +27,6 @@ TCP = (
     *(*LAYERS, *ACCOUNTS),
 )
 RDMA = (*TCP, "--tq-transport", "rdma", "--tq-rdma-mode", "required")
-SMALL = {"RTQ_SEGMENT_MB": "128", "RTQ_LOCAL_BUFFER_MB": "32"}
-"""Memory of a member, for guests of 4 GiB."""
-
 _clusters = itertools.count()
 
 
@@ -78,12 +75,11 @@ def job(
         ends: nodes of producer and consumer.
         orderly: whether the members are still able to leave at the end.
     """
-    own = {**SMALL, **(environment or {})}
-    with nodes[0].process(environment=own) as driver:
+    with nodes[0].process(environment=environment) as driver:
         started = start(driver, nodes, flags)
         with (
-            nodes[ends[0]].process(environment=own) as producer,
-            nodes[ends[1]].process(environment=own) as consumer,
+            nodes[ends[0]].process(environment=environment) as producer,
+            nodes[ends[1]].process(environment=environment) as consumer,
         ):
             for member in (producer, consumer):
                 member.call("join", CALL_SECONDS, conf=started["conf"])

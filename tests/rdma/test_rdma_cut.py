@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.rdma.channel import RemoteError
-from tests.rdma.jobs import CALL_SECONDS, MIB, RDMA, SMALL, Job, job
+from tests.rdma.jobs import CALL_SECONDS, MIB, RDMA, Job, job
 from tests.rdma.nodes import Process, TestNode
 
 pytestmark = [pytest.mark.two_nodes, pytest.mark.breaks_devices]
@@ -51,7 +51,7 @@ def test_a_reader_whose_peer_is_killed_gets_an_error_and_reads_on_from_others(
         consumer = running.consumer
         retired = consumer.call("retired_spans", CALL_SECONDS)
         assert sum(end - first + 1 for first, end in retired) >= 4 * MIB  # what the engine may still write to
-        with nodes[0].process(environment=SMALL) as another:
+        with nodes[0].process() as another:
             another.call("join", CALL_SECONDS, conf=running.started["conf"])
             for step in range(4):
                 spec = {"kind": "tier", "mib": 4, "rows": 4, "seed": step}

@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.rdma.jobs import CALL_SECONDS, RDMA, SMALL
+from tests.rdma.jobs import CALL_SECONDS, RDMA
 from tests.rdma.nodes import Process
 
 StartProcess = Callable[..., Process]
 
 
 def test_the_doctor_says_that_a_job_would_run_on_rdma(process: StartProcess) -> None:
-    found = process(0, **SMALL).call("doctor", CALL_SECONDS, flags=list(RDMA))
+    found = process(0).call("doctor", CALL_SECONDS, flags=list(RDMA))
     assert found["code"] == 0
     decision = found["said"]["decision"]
     assert (decision["backend"], decision["protocol"]) == ("MooncakeStore", "rdma")
@@ -24,7 +24,7 @@ def test_the_doctor_says_that_a_job_would_run_on_rdma(process: StartProcess) -> 
 
 @pytest.mark.breaks_devices
 def test_without_the_device_required_is_refused_and_auto_would_run_on_tcp(process: StartProcess) -> None:
-    here = process(0, **SMALL)
+    here = process(0)
     here.call("shell", CALL_SECONDS, command="rdma link delete rxe0")
     try:
         required = here.call("doctor", CALL_SECONDS, flags=list(RDMA))

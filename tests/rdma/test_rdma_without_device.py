@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from relax_tq_rdma.summary import parse_start_line
-from tests.rdma.jobs import CALL_SECONDS, MIB, RDMA, SMALL, START_SECONDS, job
+from tests.rdma.jobs import CALL_SECONDS, MIB, RDMA, START_SECONDS, job
 from tests.rdma.nodes import Process, TestNode
 
 pytestmark = [pytest.mark.two_nodes, pytest.mark.breaks_devices]
@@ -25,12 +25,12 @@ def _hidden(nodes: list[TestNode]) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_hidden")
 def test_required_ends_with_an_exit_code_and_names_node_and_check(nodes: list[TestNode], process: StartProcess) -> None:
-    driver = process(0, **SMALL)
+    driver = process(0)
     driver.begin(
         "start_or_exit", flags=list(RDMA), nodes=[node.plain() for node in nodes[:2]], cluster="without a device"
     )
     assert driver.exit_status(START_SECONDS) == 1
-    said = process(0, **SMALL)
+    said = process(0)
     with pytest.raises(Exception, match="node1") as failure:
         said.call("start", START_SECONDS, flags=list(RDMA), nodes=[node.plain() for node in nodes[:2]], cluster="again")
     assert "required rules out anything less" in str(failure.value)
