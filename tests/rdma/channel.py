@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # Python 3.10 has two of that name
 from typing import Any
 
 Duties = Mapping[str, Callable[..., Any]]
@@ -66,7 +67,7 @@ class Caller:
         """
         try:
             return self.begin(duty, **arguments).result(limit)
-        except TimeoutError:
+        except FutureTimeoutError:
             raise TimeoutError(f"{self.name} did not answer {duty} within {limit:g} s") from None
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from relax_tq_rdma.transport import controller
 from relax_tq_rdma.transport.agents import Node, NodeAgents
 from relax_tq_rdma.transport.driver_port import DriverPort
 from relax_tq_rdma.transport.port import Controller, Problem
-from tests.rdma.channel import Caller, Gone
+from tests.rdma.channel import Gone, RemoteError
 from tests.rdma.nodes import Process, TestNode, named
 
 NAMES = Path("/tmp/rtq-names")
@@ -52,12 +53,10 @@ class PlainAgents(NodeAgents):
         ends = time.monotonic() + limit
         answers: dict[str, Any] = {}
         for node_id, future in refs.items():
-            with contextlib.suppress(TimeoutError, Gone):
+            with contextlib.suppress(FutureTimeoutError, Gone):  # such a node is missing
                 try:
                     answers[node_id] = future.result(max(0.0, ends - time.monotonic()))
-                except TimeoutError:
-                    raise
-                except Exception as exc:
+                except RemoteError as exc:
                     answers[node_id] = exc
         return answers
 
@@ -175,10 +174,6 @@ def join(conf: Any) -> Any:
     client = tq_bare.client(f"rdma-{os.getpid()}", conf.controller.zmq_info, name, conf.backend[name])
     interface._TQ_CLIENT = client
     return client
-
-
-def call_controller(names: Path) -> Caller:
-    return named(str(names / controller.NAME))
 
 
 def _server_at(plain: dict[str, Any], *, unit: bool = False) -> Any:

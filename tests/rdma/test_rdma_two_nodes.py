@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_producer_that_is_too_fast_waits_and_its_memory_stays_bounded(nodes: l
             future = producer.begin("put", partition=f"batch {batch}", spec=payload)
             try:
                 put[batch] = future.result(15)
-            except TimeoutError:
+            except FutureTimeoutError:
                 waiting = batch, future
                 break
         assert waiting is not None, "fourteen batches found room for eleven"
