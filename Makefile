@@ -1,10 +1,10 @@
 # Thin names for the scripts. Arguments: make demo ARGS="--steps 3", make test ARGS="-k ledger".
-.PHONY: help setup demo test lint unit integration test-rdma test-rdma-full clean
+.PHONY: help setup demo test lint unit integration host test-rdma test-rdma-full clean
 
 help:
 	@echo "make demo         set up, then run the main job       (scripts/demo.sh)"
 	@echo "make test         set up, then run every check        (scripts/test.sh)"
-	@echo "make lint | unit | integration      one part of it    (scripts/test.sh PART)"
+	@echo "make lint | unit | integration | host    one part of it   (scripts/test.sh PART)"
 	@echo "make test-rdma         real verbs in a soft-RoCE guest, the fast set (docs/testing-rdma.md)"
 	@echo "make test-rdma-full    every RDMA test, in two guests on one network"
 	@echo "make setup        build .venv only                    (scripts/setup.sh)"
@@ -22,7 +22,7 @@ test:
 lint:
 	@scripts/test.sh lint
 
-unit integration:
+unit integration host:
 	@scripts/test.sh $@ $(ARGS)
 
 test-rdma:

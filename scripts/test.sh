@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Set up, then check everything: style and types, unit tests, and integration tests on real TransferQueue, Ray, Mooncake.
 #
-#   scripts/test.sh [all|lint|unit|integration|rdma|rdma-full] [pytest arguments]
+#   scripts/test.sh [all|lint|unit|integration|host|rdma|rdma-full] [pytest arguments]
 #
+# host: the plugin in a stand-in for Relax that trains.
 # rdma: real verbs in a guest with soft-RoCE; rdma-full: in two of them, and every test. Where no guest can run, "all"
 # counts these tests as skipped, and the two parts fail unless RTQ_RDMA_OPTIONAL=1.
 #
@@ -79,7 +80,7 @@ python_versions() {
 # shellcheck disable=SC2317  # called through part
 pytest() { "$VENV/bin/python" -m pytest --color="$COLOR" --tb=short "$@"; }
 
-unit() { part unit pytest tests/unit "$@"; }
+unit() { part unit pytest -n 2 --dist loadfile tests/unit "$@"; }
 
 # Real processes under real deadlines: on a busy machine one can be missed. What failed is run once more, alone, and
 # counts as failed only if it fails again; both runs stay in the table. Two files run at a time: one core waits for the
@@ -105,6 +106,8 @@ integration() {
   unset PYTHONPATH RTQ_TEST_EXPECT_TQ
 }
 
+host() { on_real_services host tests/host -m "not host_full" "$@"; }
+
 # $1: fast or full; $2: whether it may be that no guest can run here; rest: pytest arguments.
 rdma() {
   local set=$1 optional=$2
@@ -122,12 +125,12 @@ rdma() {
 main() {
   local what=all
   case "${1:-}" in
-    all | lint | unit | integration | rdma | rdma-full)
+    all | lint | unit | integration | host | rdma | rdma-full)
       what=$1
       shift
       ;;
     "" | -*) ;;
-    *) die "unknown part '$1'; usage: scripts/test.sh [all|lint|unit|integration|rdma|rdma-full] [pytest arguments]" ;;
+    *) die "unknown part '$1'; usage: scripts/test.sh [all|lint|unit|integration|host|rdma|rdma-full] [pytest arguments]" ;;
   esac
   trap 'say "interrupted"; exit 130' INT
   "$ROOT/scripts/setup.sh" --test
@@ -138,6 +141,7 @@ main() {
   if [[ $what == all || $what == lint ]]; then lint; fi
   if [[ $what == all || $what == unit ]]; then unit "$@"; fi
   if [[ $what == all || $what == integration ]]; then integration "$@"; fi
+  if [[ $what == all || $what == host ]]; then host "$@"; fi
   if [[ $what == all ]]; then rdma fast yes "$@"; fi
   if [[ $what == rdma ]]; then rdma fast "${RTQ_RDMA_OPTIONAL:-}" "$@"; fi
   if [[ $what == rdma-full ]]; then rdma full "${RTQ_RDMA_OPTIONAL:-}" "$@"; fi
