@@ -57,7 +57,7 @@ class HostJob:
         whole = self.results.read_text().rpartition("\n")[0]
         return [json.loads(line) for line in whole.splitlines()]
 
-    def wait(self, timeout: float = 120) -> HostRun:
+    def wait(self, timeout: float = 200) -> HostRun:
         """Raises ``AssertionError`` with what there is to read when the job has not ended by then."""
         try:
             self.process.wait(timeout)

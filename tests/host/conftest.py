@@ -71,9 +71,9 @@ def start_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartHost]:
 
 @pytest.fixture(scope="module")
 def run_host(start_host: StartHost, host_cluster: str) -> RunHost:
-    """``run(*arguments, line="new", plugin=False, env={}, code=0, timeout=120) -> HostRun`` on the module's Ray."""
+    """``run(*arguments, line="new", plugin=False, env={}, code=0, timeout=200) -> HostRun`` on the module's Ray."""
 
-    def run(*arguments: str, code: int = 0, timeout: float = 120, **how: Any) -> HostRun:
+    def run(*arguments: str, code: int = 0, timeout: float = 200, **how: Any) -> HostRun:
         done = start_host(*SMALL, *arguments, address=host_cluster, **how).wait(timeout)
         assert done.code == code, done.output[-4000:]
         return done

@@ -9,9 +9,9 @@ import pytest
 
 from tests.host.standin.faults import marker_env
 from tests.host.test_train_layers import EVERY_LAYER
-from tests.host_jobs import ASYNC, SMALL
+from tests.host_jobs import HYBRID, SMALL
 
-pytestmark = [pytest.mark.host, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.host, pytest.mark.timeout(400)]
 
 SLOW = ["--standin-token-seconds", "1.5"]
 """Seconds between two tokens: the ranks wait for rows meanwhile."""
@@ -19,14 +19,14 @@ SLOW = ["--standin-token-seconds", "1.5"]
 
 @pytest.fixture(scope="module")
 def undisturbed(run_host):
-    return run_host(*ASYNC, line="new").steps
+    return run_host(*HYBRID, line="new").steps
 
 
 def test_a_rank_killed_while_it_fetches_ends_the_job(start_host, host_cluster):
     """And a second job is refused while the first one runs: both would use one TransferQueue."""
-    job = start_host(*SMALL, *ASYNC, *SLOW, *EVERY_LAYER, plugin=True, address=host_cluster)
+    job = start_host(*SMALL, *HYBRID, *SLOW, *EVERY_LAYER, plugin=True, address=host_cluster)
     rank = until(job, lambda record: record["kind"] == "process" and record.get("rank") == 1)
-    second = start_host(*SMALL, *ASYNC, *EVERY_LAYER, plugin=True, address=host_cluster).wait(100)
+    second = start_host(*SMALL, *HYBRID, *EVERY_LAYER, plugin=True, address=host_cluster).wait()
     assert second.code == 1
     assert "TransferQueueController" in second.output
     assert "Traceback" not in second.output
@@ -39,26 +39,23 @@ def test_a_rank_killed_while_it_fetches_ends_the_job(start_host, host_cluster):
     gone(done)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        ["--custom-megatron-before-train-step-hook-path", "faults.kill_last_rank"],
-        ["--rollout-function-path", "faults.dying_rollout"],
-    ],
-    ids=["rank", "rollout manager"],
-)
+RANK = ["--custom-megatron-before-train-step-hook-path", "faults.kill_last_rank"]
+PRODUCER = ["--rollout-function-path", "faults.dying_rollout"]
+
+
+@pytest.mark.parametrize("fault", [RANK, pytest.param(PRODUCER, marks=pytest.mark.host_full)], ids=["rank", "producer"])
 def test_a_global_restart_goes_on_with_the_same_bits(start_host, host_cluster, undisturbed, tmp_path, fault):
     """The constructor of the controller runs a second time in the driver, with a new Ray connection."""
     done = start_host(
         *SMALL,
-        *ASYNC,
+        *HYBRID,
         *EVERY_LAYER,
         *fault,
         *("--use-fault-tolerance", "--save", str(tmp_path / "checkpoints")),
         plugin=True,
         address=host_cluster,
         env=marker_env(tmp_path),
-    ).wait(150)
+    ).wait()
     assert done.code == 0, done.output[-4000:]
     assert len(done.kind("restart")) == 1
     last = {step["step"]: step for step in done.steps}  # a step after the checkpoint is taken again

@@ -7,6 +7,7 @@ random stream of its own for each sample: neither the order of requests nor an a
 from __future__ import annotations
 
 import asyncio
+import threading
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +32,16 @@ class Tokenizer:
 class Processor:
     """Text and pictures to what transformers' Qwen2-VL processor returns for one prompt."""
 
+    calls = 0
+    """In this process, of all instances: a reload of the rollout's module makes a new one."""
+    _counting = threading.Lock()
+
     def __init__(self, max_tokens: int) -> None:
         self.image_processor = ImageProcessor(max_tokens)
 
     def __call__(self, text: str, images: Any = None, videos: Any = None, audio: Any = None) -> dict[str, Any]:
+        with Processor._counting:
+            Processor.calls += 1
         made = self.image_processor({"images": images})
         ids = prompts.picture_tokens(visual_tokens(made)) + prompts.text_tokens(text)
         return {"input_ids": [ids], "attention_mask": [[1] * len(ids)], **made}

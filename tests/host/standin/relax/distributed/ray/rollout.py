@@ -56,7 +56,8 @@ class RolloutManager(ReloadableMixin):
         extra = sorted(
             {name for sample in samples for name in sample.to_dict() if name not in type(sample).__dataclass_fields__}
         )
-        record.write(self.args, "rollout", rollout_id=rollout_id, attributes=extra, **metrics)
+        calls = engine.Processor.calls
+        record.write(self.args, "rollout", rollout_id=rollout_id, attributes=extra, processor_calls=calls, **metrics)
         return metrics
 
     async def eval(self, rollout_id: int) -> dict[str, float]:
