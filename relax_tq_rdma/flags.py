@@ -277,10 +277,12 @@ FLAGS: tuple[Flag, ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Register all flags on ``parser``; a flag the host already defines is adopted as it stands.
+    """Register all flags on ``parser``. A flag that the host defines, before this or after, is the host's.
 
     Returns the parser, as the host's ``parse_args(add_custom_arguments=...)`` expects.
     """
+    for container in (parser, *parser._action_groups):  # groups made later take over the parser's
+        container.conflict_handler = "resolve"
     taken = set(parser._option_string_actions)
     group = parser.add_argument_group("data plane (relax-tq-rdma)", "all off by default: the job runs as without them")
     for flag in FLAGS:

@@ -1,8 +1,7 @@
 """Seam R1: the plugin's flags on the host's command line.
 
-The host's ``parse_args(add_custom_arguments=...)`` calls back before its own groups are added, so a flag that both have
-would be an error there: the host's later definition wins instead, and its value is checked after the parse. The host's
-parser drops in silence what it does not know (contract §1); what looks like a flag of ours is an error here.
+The host's ``parse_args(add_custom_arguments=...)`` calls back before its own groups are added: a flag that both have is
+the host's, and its value is checked after the parse. The host's parser drops in silence what it does not know (contract §1); what looks like a flag of ours is an error here.
 """
 
 from __future__ import annotations
@@ -84,8 +83,6 @@ class RelaxArguments:
 
             def register(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 parser = parser if add_custom_arguments is None else add_custom_arguments(parser)
-                for container in (parser, *parser._action_groups):  # groups made later take over the parser's
-                    container.conflict_handler = "resolve"
                 parsers.append(parser)
                 return add_arguments(parser)
 
