@@ -21,9 +21,6 @@ from relax.utils.utils import compute_dp_size
 
 logger = logging.getLogger(__name__)
 
-GLOBAL_ROLES = {"actor", "rollout", "actor_fwd"}
-"""Roles whose failure restarts the whole job; the others restart in place."""
-
 
 class Controller:
     def __init__(self, config: Namespace, runtime_env: dict[str, Any] | None = None) -> None:
@@ -138,25 +135,18 @@ class Controller:
                     ray.get(ref)
                     del self._runs[role]
                 except Exception as exc:
-                    if not self._recover(role, exc):
-                        return
-                    if self._health is not threading.current_thread():
-                        return  # the job was started anew, with a watch of its own
+                    self._failed(role, exc)
+                    return
         self._finished.set()
 
-    def _recover(self, role: str, exc: Exception) -> bool:
-        """Whether the job goes on."""
+    def _failed(self, role: str, exc: Exception) -> None:
+        """Start anew, with a watch of its own, or end the job."""
         record.write(self.config, "failure", role=role, error=type(exc).__name__)
-        if not self.config.use_fault_tolerance:
-            self._failure = exc
-            self._finished.set()
-            return False
-        if role in GLOBAL_ROLES:
+        if self.config.use_fault_tolerance:
             self._global_restart()
         else:
-            self.serve_dict[role].restart()
-            self._run(role)
-        return True
+            self._failure = exc
+            self._finished.set()
 
     def _global_restart(self) -> None:
         """On the health-check thread: everything down, Ray too, then the constructor once more in this process."""

@@ -29,9 +29,7 @@ class Service:
     def _deploy(self) -> None:
         import ray
 
-        # A worker process setup hook is honoured, and allowed, for the job as a whole only.
-        env = {name: value for name, value in self._runtime_env.items() if name == "env_vars"}
-        actor = ray.remote(self.cls).options(num_cpus=0, max_concurrency=4, runtime_env=env)
+        actor = ray.remote(self.cls).options(num_cpus=0, max_concurrency=4, runtime_env=self._runtime_env)
         if self.role == "rollout":
             self.handle = actor.remote(
                 self._healthy, self._pgs, self.config, data_source=self._data_source, runtime_env=self._runtime_env
@@ -46,11 +44,6 @@ class Service:
                 runtime_env=self._runtime_env,
                 **self._more,
             )
-
-    def restart(self) -> None:
-        """In place: the new replica attaches to the running data system."""
-        self.stop()
-        self._deploy()
 
     def stop(self) -> None:
         import ray
