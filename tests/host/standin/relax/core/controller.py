@@ -139,14 +139,17 @@ class Controller:
                     return
         self._finished.set()
 
-    def _failed(self, role: str, exc: Exception) -> None:
+    def _failed(self, role: str, exc: BaseException) -> None:
         """Start anew, with a watch of its own, or end the job."""
         record.write(self.config, "failure", role=role, error=type(exc).__name__)
         if self.config.use_fault_tolerance:
-            self._global_restart()
-        else:
-            self._failure = exc
-            self._finished.set()
+            try:
+                self._global_restart()
+                return
+            except BaseException as again:
+                exc = again
+        self._failure = exc
+        self._finished.set()
 
     def _global_restart(self) -> None:
         """On the health-check thread: everything down, Ray too, then the constructor once more in this process."""
