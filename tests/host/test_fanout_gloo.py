@@ -14,7 +14,7 @@ from tests.host_jobs import STANDIN
 
 pytestmark = [pytest.mark.host, pytest.mark.timeout(240)]
 
-INTERLEAVINGS = {"mid": 1000, "new": 200}
+INTERLEAVINGS = {"mid": 1000, "new": 100}
 """Batches of four ranks that poll a slow producer at random moments. The newer line brings an agreement of its own."""
 
 SHAPES, PATHS = ("2x1x2", "2x2x1"), ("batch", "stream")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import pickle
 import sys
 import threading
@@ -123,6 +124,19 @@ def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
             one.close()
 
 
+_ALONE: dict[str, tuple[list[list[Any]], int]] = {}
+
+
+@pytest.fixture
+def alone(start: Callable[..., Host]) -> tuple[list[list[Any]], int]:
+    """The same groups without the plugin, and how often the processor ran for them. Once for each line."""
+    line = os.environ["STANDIN_LINE"]
+    if line not in _ALONE:
+        host = start(share=False)
+        _ALONE[line] = host.run(host.draw()), host.processor.runs
+    return _ALONE[line]
+
+
 def as_message(groups: list[list[Any]]) -> list[list[Any]]:
     """Through a Ray message."""
     return pickle.loads(pickle.dumps(groups))  # noqa: S301 (our own bytes)
@@ -152,19 +166,18 @@ def image_processor_time(groups: list[list[Any]]) -> float:
 
 
 @BOTH_LINES
-def test_eight_members_cost_one_run_of_the_real_processor_and_no_bit_changes(start: Callable[..., Host]) -> None:
-    host = start(share=False)
-    alone = host.run(host.draw())
-    assert host.processor.runs == GROUPS * MEMBERS
-
+def test_eight_members_cost_one_run_of_the_real_processor_and_no_bit_changes(
+    start: Callable[..., Host], alone: tuple[list[list[Any]], int]
+) -> None:
+    unshared, runs = alone
     host = start()
     shared = host.run(host.draw())
-    assert host.processor.runs == GROUPS
-    assert same(shared, alone)
+    assert (runs, host.processor.runs) == (GROUPS * MEMBERS, GROUPS)
+    assert same(shared, unshared)
     assert (host.counts.groups, host.counts.runs, host.counts.served) == (GROUPS, GROUPS, GROUPS * (MEMBERS - 1))
     assert not host.counts.own
     # One eighth of the work, and less waiting for it; a busy machine leaves room below that.
-    assert image_processor_time(shared) < image_processor_time(alone) / 3
+    assert image_processor_time(shared) < image_processor_time(unshared) / 3
     for group in shared:
         assert sorted(one.metadata["_timing"]["image_processor"] > 0 for one in group) == [False] * 7 + [True]
 
@@ -200,10 +213,10 @@ def test_members_change_their_own_lists_only(start: Callable[..., Host]) -> None
 
 
 @BOTH_LINES
-def test_an_aborted_group_that_is_drawn_again_shares_again(start: Callable[..., Host]) -> None:
-    host = start(share=False)
-    whole = host.run(host.draw())
-
+def test_an_aborted_group_that_is_drawn_again_shares_again(
+    start: Callable[..., Host], alone: tuple[list[list[Any]], int]
+) -> None:
+    unshared, _ = alone
     host = start(standin_token_seconds=30.0)
 
     async def interrupted() -> list[list[Any]]:
@@ -224,8 +237,8 @@ def test_an_aborted_group_that_is_drawn_again_shares_again(start: Callable[..., 
     again[0][3].status = type(again[0][3].status).COMPLETED  # an early return
     done = host.run(again)
     assert host.processor.runs == 2 * GROUPS
-    done[0][3] = whole[0][3]
-    assert same(done, whole)
+    done[0][3] = unshared[0][3]
+    assert same(done, unshared)
 
 
 def test_a_failing_run_fails_the_group_as_without_sharing_and_is_not_kept(start: Callable[..., Host]) -> None:
@@ -240,12 +253,11 @@ def test_a_failing_run_fails_the_group_as_without_sharing_and_is_not_kept(start:
 
 
 @BOTH_LINES
-def test_a_hot_reload_in_the_middle_of_a_run_is_followed(start: Callable[..., Host]) -> None:
-    host = start(share=False)
-    alone = host.run(host.draw(2))
-
+def test_a_hot_reload_in_the_middle_of_a_run_is_followed(
+    start: Callable[..., Host], alone: tuple[list[list[Any]], int]
+) -> None:
     host = start()
-    held, next_one = host.draw(2)
+    held, next_one = host.draw()
 
     async def main() -> list[list[Any]]:
         host.processor.go.clear()
@@ -259,7 +271,7 @@ def test_a_hot_reload_in_the_middle_of_a_run_is_followed(start: Callable[..., Ho
         host.processor.go.set()
         return [(await under_way)[0], (await host.generate([next_one]))[0]]
 
-    assert same(asyncio.run(main()), alone)
+    assert same(asyncio.run(main()), alone[0])
     assert host.processor.runs == 1
     assert host.state.processor.runs == 1
     assert host.counts.runs == 2
