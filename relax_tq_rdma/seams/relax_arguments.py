@@ -1,7 +1,8 @@
 """Seam R1: the plugin's flags on the host's command line.
 
 The host's ``parse_args(add_custom_arguments=...)`` calls back before its own groups are added: a flag that both have is
-the host's, and its value is checked after the parse. The host's parser drops in silence what it does not know (contract §1); what looks like a flag of ours is an error here.
+the host's, and its value is checked after the parse. The host's parser drops in silence what it does not know (contract
+§1); what looks like a flag of ours is an error here.
 """
 
 from __future__ import annotations

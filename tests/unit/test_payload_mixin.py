@@ -22,8 +22,9 @@ from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.simple_storage import StorageUnitData
 from transfer_queue.utils import serial_utils
 
-from relax_tq_rdma import accounting
+from relax_tq_rdma import accounting, coverage
 from relax_tq_rdma.accounting import SlowPathError, assert_fast_path
+from relax_tq_rdma.coverage.process import whoami
 from relax_tq_rdma.errors import TransferError
 from relax_tq_rdma.payload import Row, StaleReferenceError, decode_row, encode_rows, explain
 from relax_tq_rdma.payload.encode import PIECE_BYTES
@@ -483,6 +484,21 @@ def test_a_flipped_bit_of_the_magic_is_an_error_not_a_raw_row(bit: int) -> None:
     unit.data.field_data[FIELD][0][CARRIER_KEY][0][bit // 8] ^= 1 << bit % 8
     with pytest.raises(TransferError, match="partition train_1, row 0 cannot be decoded"):
         get(Manager(unit), [0])
+
+
+def test_a_row_of_a_later_format_is_refused_with_the_name_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(coverage, "note", noted.append)
+    unit = Unit()
+    put(Manager(unit), [picture(1)])
+    unit.data.field_data[FIELD][0][CARRIER_KEY][0][3] = ord("2")
+    with pytest.raises(TransferError) as refused:
+        get(Manager(unit), [0])
+    assert str(refused.value) == (
+        f"field {FIELD} of partition train_1, row 0 cannot be decoded: the row has format RTQ2, this plugin reads RTQ1 "
+        f"version 1: install the writer's relax_tq_rdma version here ({whoami()})"
+    )
+    assert noted == [str(refused.value)], "and relax-tq-rdma status names it"
 
 
 @pytest.mark.parametrize("pieces", [[], [None], [torch.zeros(0, dtype=torch.uint8)], ["RTQ1"], [torch.ones(80)]])
