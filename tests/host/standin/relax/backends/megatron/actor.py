@@ -163,7 +163,11 @@ class MegatronTrainRayActor(TrainRayActor):
             batch_size,
             partition or f"train_{rollout_id}",
             task_name,
-            {"dp_rank": mpu.get_data_parallel_rank(with_context_parallel=False), "task_name": task_name},
+            {
+                "dp_rank": mpu.get_data_parallel_rank(with_context_parallel=False),
+                "dp_size": self.mesh.dp,
+                "task_name": task_name,
+            },
             batch_index,
             broadcast_pp=mpu.get_pipeline_model_parallel_world_size() > 1,
             per_rank_fetch=self.args.per_rank_fetch and "rollout_routed_experts" not in data_fields,

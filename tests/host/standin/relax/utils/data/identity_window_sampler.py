@@ -32,9 +32,13 @@ class IdentityWindowSampler(BaseSampler):
         dp_rank: int | None = None,
         batch_index: int | None = None,
         token_budget: int | None = None,
+        dp_size: int | None = None,
         **kwargs: Any,
     ) -> tuple[list[int], list[int]]:
-        """Rows of one request, the same for every rank that repeats it. Only served requests are remembered."""
+        """Rows of one request, the same for every rank that repeats it. Only served requests are remembered.
+
+        ``dp_size``: of a role with a layout of its own.
+        """
         metas = partition.get_custom_meta(ready_indexes)
         known = [index for index in ready_indexes if "sample_index" in metas.get(index, {})]
         if dp_rank is None or batch_index is None:
@@ -42,7 +46,7 @@ class IdentityWindowSampler(BaseSampler):
             return chosen, chosen
         served = self._states.setdefault(partition_id, {}).setdefault(task_name, {}).setdefault(dp_rank, {})
         if batch_index not in served:
-            mine = [index for index in known if metas[index]["sample_index"] % self.dp_size == dp_rank]
+            mine = [index for index in known if metas[index]["sample_index"] % (dp_size or self.dp_size) == dp_rank]
             chosen = self._cut(mine, batch_size, token_budget, metas)
             if not chosen:
                 return [], []
