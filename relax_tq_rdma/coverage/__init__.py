@@ -33,6 +33,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+CHECK_SECONDS = 60.0
+
 _lock = threading.RLock()
 _process: Process | None = None
 _reporter: Reporter | None = None
@@ -115,12 +117,16 @@ def end(job: str) -> None:
 
 
 def check_at_start(limit: float) -> Callable[[], None]:
-    """What the driver does before the data system starts: see :func:`relax_tq_rdma.coverage.nodes.require_plugin`."""
+    """What the driver does before the data system starts: see :func:`relax_tq_rdma.coverage.nodes.require_plugin`.
+
+    Args:
+        limit: seconds; at least :data:`CHECK_SECONDS` are given, because a busy node takes its time for a new worker.
+    """
 
     def check() -> None:
         from relax_tq_rdma.coverage.nodes import require_plugin
 
-        require_plugin(limit)
+        require_plugin(max(limit, CHECK_SECONDS))
 
     return check
 

@@ -59,12 +59,15 @@ def needed_of_host(settings: Settings, facts: HostFacts) -> set[str]:
 
 
 def _take_host(seams: TakenSeams, settings: Settings, facts: HostFacts, init: TqInit) -> None:
-    seams.take(WorkerHook(_variables(settings)))
+    hook = WorkerHook(_variables(settings))
+    seams.take(hook)
     if settings.group_share_processor:
         seams.take_when_imported(RelaxRollout())
     if not facts.own_data_plane:
         before = coverage.check_at_start(settings.init_timeout_seconds)
-        seams.take_when_imported(RelaxController(init, before=before, after=coverage.compare_at_start))
+        seams.take_when_imported(
+            RelaxController(init, before=before, after=coverage.compare_at_start, for_actors=hook.for_actors)
+        )
         seams.take_when_imported(RelaxConsumer())
 
 

@@ -45,6 +45,7 @@ class RelaxController:
         plane: the data plane of this process.
         before: called before the host starts its data system; may raise to stop the start.
         after: called when all services of the host are up.
+        for_actors: given the runtime environment of the host's actors, the one that they get.
     """
 
     name = "R4 (the host's Controller)"
@@ -55,8 +56,9 @@ class RelaxController:
         plane: DataPlane | None = None,
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
+        for_actors: Callable[[Any], Any] = lambda runtime_env: runtime_env,
     ) -> None:
-        self._plane, self._before, self._after = plane, before, after
+        self._plane, self._before, self._after, self._for_actors = plane, before, after, for_actors
         self._wrappers = Wrappers()
 
     def check(self) -> SeamReport:
@@ -92,10 +94,11 @@ class RelaxController:
 
     def _cleaning_up(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
-        def init(controller: Any, *args: Any, **named: Any) -> None:
+        def init(controller: Any, config: Any, runtime_env: Any = None, **named: Any) -> None:
             with _said():
                 try:
-                    original(controller, *args, **named)
+                    env = None if runtime_env is None else self._for_actors(runtime_env)
+                    original(controller, config, runtime_env=env, **named)
                 except BaseException:
                     self._close()
                     raise

@@ -67,6 +67,18 @@ class WorkerHook:
     def remove(self) -> None:
         self._wrappers.take_back()
 
+    def for_actors(self, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+        """The environment that the host gives to its actors one by one, with the hook of the job that runs now.
+
+        An actor inherits it from whoever creates it, and Serve replicas are created by a controller that an earlier job
+        may have left on the cluster.
+        """
+        import ray
+
+        of_job = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+        hook = {_HOOK_VARIABLE: of_job[_HOOK_VARIABLE]} if _HOOK_VARIABLE in of_job else {}
+        return {**runtime_env, "env_vars": {**(runtime_env.get("env_vars") or {}), **hook}}
+
     def _with_hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def init(*args: Any, runtime_env: Any = None, **named: Any) -> Any:
@@ -77,10 +89,12 @@ class WorkerHook:
         return init
 
     def _completed(self, own: dict[str, Any], submitted: Mapping[str, Any]) -> dict[str, Any]:
-        taken = {**(submitted.get("env_vars") or {}), **(own.get("env_vars") or {})}
+        # A global restart comes with what :meth:`for_actors` gave: the hook of the Ray connection before.
+        named = {name: value for name, value in (own.get("env_vars") or {}).items() if name != _HOOK_VARIABLE}
+        taken = {**(submitted.get("env_vars") or {}), **named}
         ours = {name: value for name, value in self._variables.items() if name not in taken}
         hook = chained(own.get(HOOK) or submitted.get(HOOK))
-        return {**own, HOOK: hook, "env_vars": {**ours, **(own.get("env_vars") or {})}}
+        return {**own, HOOK: hook, "env_vars": {**ours, **named}}
 
 
 def chained(theirs: Any) -> Callable[[], None]:

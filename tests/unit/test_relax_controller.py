@@ -19,6 +19,7 @@ HOST = """
 class Controller:
     def __init__(self, config, runtime_env=None):
         self.config = config
+        config.environments.append(runtime_env)
         self._initialize_data_system()
         if config.fails:
             raise config.fails
@@ -60,7 +61,8 @@ class Host:
 
     def config(self, **changes: Any) -> argparse.Namespace:
         calls = {"start": self.plane.start, "close": self.plane.close}
-        return argparse.Namespace(**{"steps": self.steps, "fails": None, "fails_to_stop": False, **calls, **changes})
+        plain = {"steps": self.steps, "environments": [], "fails": None, "fails_to_stop": False}
+        return argparse.Namespace(**{**plain, **calls, **changes})
 
 
 Start = Callable[..., Host]
@@ -75,7 +77,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             write(MODULE, HOST)
             steps: list[str] = []
             plane = Plane(steps)
-            seam = RelaxController(plane, before, lambda: steps.append("compared"))
+            seam = RelaxController(plane, before, lambda: steps.append("compared"), lambda env: {**env, "hook": "ours"})
             assert seam.check().ok
             seam.apply()
             module = importlib.import_module(MODULE)
@@ -98,6 +100,20 @@ def test_a_job_from_start_to_end(start: Start) -> None:
     controller.shutdown()
     controller.shutdown()
     assert host.steps == ["data system", "compared", "shutdown", "closed", "shutdown"]
+
+
+@pytest.mark.parametrize("how", ["by name", "by position"])
+def test_the_host_s_actors_get_the_hook_with_their_environment(start: Start, how: str) -> None:
+    host, theirs = start(), {"env_vars": {}}
+    config = host.config()
+    if how == "by name":
+        host.Controller(config=config, runtime_env=theirs)
+    else:
+        host.Controller(config, theirs)
+    assert config.environments == [{"env_vars": {}, "hook": "ours"}]
+    assert theirs == {"env_vars": {}}
+    host.Controller(config)
+    assert config.environments[1] is None
 
 
 def test_a_constructor_that_fails_leaves_no_data_plane(start: Start) -> None:

@@ -61,6 +61,27 @@ def test_the_job_gets_the_hook_and_the_host_s_own_environment_stays_as_it_is(cal
     assert (calls[0]["address"], calls[0]["log_to_driver"]) == ("auto", False)
 
 
+def test_actors_get_the_hook_of_the_job_that_runs_now_and_a_restart_gets_a_new_one(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_job = {"env_vars": {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "key of this job", "X": "1"}}
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: types.SimpleNamespace(runtime_env=of_job))
+    seam = WorkerHook()
+    theirs = {"env_vars": {"A": "1"}, "working_dir": "here"}
+    given = seam.for_actors(theirs)
+    assert given == {
+        "env_vars": {"A": "1", "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "key of this job"},
+        "working_dir": "here",
+    }
+    assert theirs["env_vars"] == {"A": "1"}
+    seam.apply()
+    ray.init(runtime_env=given)
+    seam.remove()
+    assert calls[0]["env"]["env_vars"] == {"A": "1"}, "Ray refuses two hooks that differ"
+    of_job["env_vars"].clear()
+    assert seam.for_actors(theirs) == theirs, "Ray was there before the plugin"
+
+
 @pytest.mark.parametrize("form", ["function", "name"])
 def test_a_hook_that_the_job_had_runs_after_ours(
     calls: list[dict[str, Any]], module_of_theirs: list[str], monkeypatch: pytest.MonkeyPatch, form: str
