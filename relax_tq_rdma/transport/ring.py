@@ -62,6 +62,8 @@ def run_ring(request: PeerRequest, ends: float, step: Callable[[str], None]) -> 
     store = set_up_with_segment(request)
     peer = _Peer(store, request, request.ring, ends)
     try:
+        step("listening to the idle wire")
+        peer.listen_to_idle_wire()
         step("putting its own pattern")
         endpoint = peer.put_own()
         step("reading its neighbours")
@@ -78,6 +80,19 @@ class _Peer:
         self.ends = ends
         self.tree = Tree(Path(request.root))
         self.own = str(store.get_hostname())
+        self.idle: tuple[tuple[Counter, ...], tuple[Counter, ...]] = ((), ())
+        self.idle_seconds = 0.0
+
+    def listen_to_idle_wire(self) -> None:
+        """How much others than this ring receive on the HCAs. Peers of one node share them, so nobody moves a pattern
+        before its neighbours have listened, too."""
+        if self.request.protocol != "rdma":
+            return
+        self._meet("here")
+        first, since = self._counters(), time.monotonic()
+        time.sleep(_QUIET_SECONDS)
+        self.idle, self.idle_seconds = (first, self._counters()), time.monotonic() - since
+        self._meet("listened")
 
     def key(self, owner: int, what: str) -> str:
         return f"rtq_verify/{self.ring.token}/{owner}/{what}"
@@ -92,8 +107,6 @@ class _Peer:
     def exchange(self, endpoint: str) -> PeerResult:
         around = neighbours(self.ring.index, self.ring.size)
         unread: dict[int, str] = {}
-        quiet, since = self._counters(), time.monotonic()
-        time.sleep(_QUIET_SECONDS if quiet else 0)
         ready = [i for i in around if self._await(self.key(i, "segment"))]
         unread.update({i: "its pattern did not appear in time" for i in around if i not in ready})
         before, start = self._counters(), time.monotonic()
@@ -104,7 +117,14 @@ class _Peer:
         wire = None
         if self.request.protocol == "rdma" and good:
             fetched = len(good) * self.ring.payload_bytes
-            wire = judge(before, after, fetched, quiet=quiet, quiet_seconds=start - since, transfer_seconds=end - start)
+            wire = judge(
+                before,
+                after,
+                fetched,
+                quiet=self.idle,
+                quiet_seconds=self.idle_seconds,
+                transfer_seconds=end - start,
+            )
         for i in ready:
             unread.update(self._acknowledge(i, accepted=i not in unread))
         missing = {i: why for i in around if (why := self._acknowledged_by(i))}
@@ -114,9 +134,16 @@ class _Peer:
         """Take the segment back, so that nobody is given room in it; a dead master would take 10 s to say nothing."""
         if self.store.is_exist(ANY_KEY) < 0:
             return
-        for what in ("data", "segment", *(f"ack-{i}" for i in neighbours(self.ring.index, self.ring.size))):
+        acknowledged = (f"ack-{i}" for i in neighbours(self.ring.index, self.ring.size))
+        for what in ("here", "listened", "data", "segment", *acknowledged):
             self.store.remove(self.key(self.ring.index, what), True)
         self.store.close()
+
+    def _meet(self, what: str) -> None:
+        """Wait until the neighbours have come as far; one that does not come is noticed at its pattern."""
+        self._put(self.key(self.ring.index, what), b"1", self.own)
+        for i in neighbours(self.ring.index, self.ring.size):
+            self._await(self.key(i, what))
 
     def _counters(self) -> tuple[Counter, ...]:
         if self.request.protocol != "rdma":

@@ -63,7 +63,7 @@ def judge(
     after: Iterable[Counter],
     received_bytes: int,
     *,
-    quiet: Iterable[Counter] = (),
+    quiet: tuple[Iterable[Counter], Iterable[Counter]] = ((), ()),
     quiet_seconds: float = 0.0,
     transfer_seconds: float = 0.0,
 ) -> WireProof:
@@ -73,12 +73,12 @@ def judge(
         before: read right before this process fetched.
         after: read right after.
         received_bytes: payload this process fetched from other processes in between.
-        quiet: read ``quiet_seconds`` before ``before``, while this process fetched nothing: what others receive on the
-            same HCA at that rate is not counted as ours.
+        quiet: read at both ends of a window in which this process fetched nothing: what others receive on the same HCA
+            at that rate is not counted as ours.
         quiet_seconds: length of that window.
         transfer_seconds: length of the window from ``before`` to ``after``.
     """
-    start, idle = _by_port(before), _by_port(quiet)
+    start, idle = _by_port(before), tuple(map(_by_port, quiet))
     pairs = [(start[key], end) for key, end in _by_port(after).items() if key in start]
     if not pairs:
         return WireProof(proven=False, evidence="no counter of an HCA could be read, so nothing proves RDMA")
@@ -88,9 +88,9 @@ def judge(
     accounted = 0.0
     for begin, end in pairs:
         growth = float(growth_of(begin.received, end.received))
-        rest = idle.get((end.device, end.port, end.unit))
-        if rest is not None and quiet_seconds > 0:
-            growth -= growth_of(rest.received, begin.received) / quiet_seconds * transfer_seconds
+        rest, woken = (reading.get((end.device, end.port, end.unit)) for reading in idle)
+        if rest is not None and woken is not None and quiet_seconds > 0:
+            growth -= growth_of(rest.received, woken.received) / quiet_seconds * transfer_seconds
         accounted += max(0.0, growth) * (WORD_BYTES if end.unit == "word" else MTU_BYTES)
     names = ", ".join(sorted({end.device for _, end in pairs}))
     evidence = f"{received_bytes} bytes were fetched, the receive counters of {names} account for {accounted:.0f}"

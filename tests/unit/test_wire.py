@@ -85,7 +85,8 @@ def test_no_counters_prove_nothing():
 
 def test_what_others_receive_is_not_counted_as_ours():
     # Others received as much per second as we claim to have fetched in one second.
-    quiet, before, after = words(0), words(MIB // 4), words(MIB // 2)
+    before, after = words(MIB // 4), words(MIB // 2)
+    quiet = words(0), words(MIB // 4)
     assert judge(before, after, MIB).proven
     assert not judge(before, after, MIB, quiet=quiet, quiet_seconds=1.0, transfer_seconds=1.0).proven
     ours_too = words(MIB // 4 + MIB // 2)
