@@ -26,11 +26,13 @@ TOOLS = (
     "rm",
     "sed",
     "sha256sum",
+    "tail",
     "tee",
     "uname",
 )
 ALL_LIBRARIES_LOAD = '[ "$1" = - ] && exit 0'
 NO_LIBIBVERBS = '[ "$1" = - ] && { echo libibverbs1; exit 0; }'
+UNPACKS = '[ "$8" = --target ] && mkdir -p "$9"; exit 0'
 NO_VENV = 'case "$2" in *ensurepip*) exit 1;; esac'
 
 
@@ -243,7 +245,7 @@ def test_an_unknown_argument_is_refused_with_the_usage(tree: Tree, script: str, 
 
 
 def test_old_library_versions_are_unpacked_once_and_whole(tree: Tree) -> None:
-    tree.python(pip='[ "$8" = --target ] && mkdir -p "$9"; exit 0')
+    tree.python(pip=UNPACKS)
     assert tree.run("setup.sh", "--test").returncode == 0
     assert [call.split()[-1] for call in tree.pip_calls()[1:]] == [
         "TransferQueue==0.1.10",
@@ -259,3 +261,31 @@ def test_no_package_index_is_written_into_the_project() -> None:
         text = path.read_text()
         assert "index-url" not in text, path
         assert "://" not in text, path
+
+
+NO_GUEST = 'case "$*" in *"-m scripts.softroce"*) echo "[softroce 1 s] cannot run here: no qemu"; exit 77;; esac'
+SKIPS = 'case "$*" in *"-m pytest"*tests/rdma*) echo "=== 39 skipped in 1.0s ==="; exit 0;; esac'
+
+
+@pytest.mark.parametrize(
+    ("part", "env", "code"),
+    [("rdma", {}, 1), ("rdma-full", {}, 1), ("rdma", {"RTQ_RDMA_OPTIONAL": "1"}, 0)],
+)
+def test_real_verbs_that_cannot_run_are_a_loud_and_counted_skip(
+    tree: Tree, part: str, env: dict[str, str], code: int
+) -> None:
+    tree.python(ALL_LIBRARIES_LOAD, NO_GUEST, SKIPS, pip=UNPACKS)
+    result = tree.run("test.sh", part, **env)
+    assert result.returncode == code, result.stderr
+    assert "NO TEST OF REAL VERBS HAS RUN: no qemu" in result.stderr
+    assert ("with RTQ_RDMA_OPTIONAL=1 it would not be" in result.stderr) == (code == 1)
+    assert "tests: 0 passed, 0 failed, 39 skipped" in result.stdout
+    assert [line.split()[:2] for line in result.stdout.splitlines() if line.startswith("rdma ")] == [["rdma", "SKIP"]]
+
+
+def test_a_guest_that_fails_fails_the_run(tree: Tree) -> None:
+    fails = 'case "$*" in *"-m scripts.softroce"*) echo "=== 1 failed, 4 passed in 9.0s ==="; exit 1;; esac'
+    tree.python(ALL_LIBRARIES_LOAD, fails, pip=UNPACKS)
+    result = tree.run("test.sh", "rdma", RTQ_RDMA_OPTIONAL="1")
+    assert result.returncode == 1
+    assert "tests: 4 passed, 1 failed, 0 skipped" in result.stdout
