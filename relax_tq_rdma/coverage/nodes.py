@@ -89,6 +89,11 @@ def _answer(ref: Any) -> Any:
 
 def _question() -> Callable[[], dict[str, Any]]:
     def relax_tq_rdma_is_ready() -> dict[str, Any]:
+        import sys
+
+        failed = getattr(sys, "relax_tq_rdma_hook_failed", "")
+        if failed:
+            return {"problem": failed}
         try:
             from relax_tq_rdma.install import is_ready
             from relax_tq_rdma.version import __version__ as version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -45,6 +46,9 @@ class Process:
     def joined(self, manager: Any, section: JobSection) -> bool:
         """A storage manager of the plugin was made; returns whether it is the first of its job."""
         self._managers.add(manager)
+        failed = getattr(sys, "relax_tq_rdma_hook_failed", "")  # left by the hook (:mod:`.seams.worker_hook`)
+        if failed:
+            self.note(f"the plugin could not be loaded at the start of this process ({failed})")
         if self._first is not None and self._first.job == section.job:
             return False
         self._first = _about(manager, section)

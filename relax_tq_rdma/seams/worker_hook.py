@@ -112,8 +112,11 @@ def chained(theirs: Any) -> Callable[[], None]:
 
             install_in_worker()
         except Exception as exc:
-            text = f"relax-tq-rdma cannot be loaded in this process ({type(exc).__name__}: {exc})"
-            print(f"[dataplane] ERROR {text}: install the same version on every node", file=sys.stderr, flush=True)
+            text = f"{type(exc).__name__}: {exc}"
+            # For the check of the nodes, and for the first manager, should there be one.
+            sys.relax_tq_rdma_hook_failed = text  # type: ignore[attr-defined]
+            said = f"[dataplane] ERROR relax-tq-rdma cannot be loaded in this process ({text})"
+            print(f"{said}: install the same version on every node", file=sys.stderr, flush=True)
         hook = theirs
         if isinstance(hook, str):
             module, _, name = hook.rpartition(".")

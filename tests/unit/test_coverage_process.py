@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -127,6 +128,15 @@ def test_a_manager_that_nobody_closed_is_not_held() -> None:
     record = process.record()
     assert record is not None
     assert record.pool is None
+
+
+def test_a_hook_that_failed_is_told_by_the_first_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "relax_tq_rdma_hook_failed", "ImportError: x", raising=False)
+    process = Process()
+    process.joined(Manager(), SECTION)
+    record = process.record()
+    assert record is not None
+    assert record.notes == ("the plugin could not be loaded at the start of this process (ImportError: x)",)
 
 
 def test_notes_are_bounded() -> None:
