@@ -199,6 +199,7 @@ def start_ray(runtime_env: dict[str, Any]) -> None:
         ray.init(runtime_env=runtime_env, log_to_driver=False)
         return
     ray.init(
+        address="local",
         runtime_env=runtime_env,
         log_to_driver=False,
         num_cpus=4,
