@@ -12,6 +12,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from relax_tq_rdma.seams.on_import import when_imported
 from relax_tq_rdma.seams.relax_consumer import RelaxConsumer
 
 WORLD, ROWS, TASK = 4, 4, "actor_train"
+LOADED = "train_0"
 FIELDS = ["tokens", "loss_masks", "total_lengths", "response_lengths", "multimodal_train_inputs"]
 MESHES = {"2x1x2": Mesh(tp=2, cp=2), "2x2x1": Mesh(tp=2, pp=2)}
 """TP x PP x CP."""
@@ -47,12 +49,13 @@ LIMIT = timedelta(seconds=60)
 class Controller:
     """Rows appear after a random number of questions; the sampler repeats for a rank what it gave another one."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, most_questions: int) -> None:
         self._random = random.Random(seed)
+        self._most_questions = most_questions
         self._sampler = GRPOGroupNSampler(n_samples_per_prompt=2)
         self._ready: list[int] = []
         self._produced = 0
-        self._questions_to_go = self._random.randrange(10)
+        self._questions_to_go = self._random.randrange(most_questions)
         self.questions: dict[int, Counter[int]] = defaultdict(Counter)
 
     def answer(self, rank: int, dp_rank: int, batch_index: int) -> list[int]:
@@ -62,7 +65,7 @@ class Controller:
         if self._questions_to_go < 0:
             self._ready += range(self._produced, self._produced + ROWS)
             self._produced += ROWS
-            self._questions_to_go = self._random.randrange(10)
+            self._questions_to_go = self._random.randrange(self._most_questions)
         if len(self._ready) < ROWS and not self._sampler.has_cached_result("p", TASK, config):
             return []
         given, consumed = self._sampler(self._ready, ROWS, **config)
@@ -91,7 +94,10 @@ def serve(ranks: list[Connection]) -> dict[str, Any]:
                 results[str(open_ends[end])] = said[0]
                 continue
             partition, dp_rank, batch_index = said
-            controller = controllers.setdefault(partition, Controller(len(controllers)))
+            if partition not in controllers:
+                # TransferQueue's own loader sleeps for a second after each poll in vain.
+                controllers[partition] = Controller(len(controllers), 3 if partition == LOADED else 10)
+            controller = controllers[partition]
             end.send(controller.answer(open_ends[end], dp_rank, batch_index))
     return {"ranks": results, "contested": {name: one.contested for name, one in controllers.items()}}
 
@@ -157,18 +163,27 @@ class Rank:
 
     def __init__(self, rank: int, controller: Connection) -> None:
         from megatron.core import mpu
-        from relax.backends.megatron.actor import MegatronTrainRayActor
+        from relax.backends.megatron import actor
         from relax.utils.data import stream_dataloader
 
         self.rank, self.client = rank, Client(controller, rank)
-        self._mpu, self._stream = mpu, stream_dataloader
-        self._actor = MegatronTrainRayActor.__new__(MegatronTrainRayActor)
+        self._mpu, self._actor, self._stream = mpu, actor, stream_dataloader
 
     def fetch(self, path: str, job: Namespace, partition: str, batch_index: int) -> tuple[Any, Any]:
-        """As the host's batch path, or as its streams do."""
+        """As the host's batch path calls it, under the name it has imported, or as its streams do."""
         if path == "batch":
-            self._actor.args, self._actor.data_system_client = job, self.client
-            return self._actor._get_data_from_transfer_queue(TASK, 0, FIELDS, ROWS, batch_index, partition)
+            return self._actor.get_data_from_transfer_queue(
+                job,
+                self.client,
+                FIELDS,
+                ROWS,
+                partition,
+                TASK,
+                {"dp_rank": 0, "task_name": TASK},
+                batch_index,
+                broadcast_pp=self._mpu.get_pipeline_model_parallel_world_size() > 1,
+                per_rank_fetch=job.per_rank_fetch,
+            )
         return self._stream.get_data_from_transfer_queue(
             args=job,
             tq_client=self.client,
@@ -207,6 +222,17 @@ class Rank:
             digests.append(combined(map(row_digest, rows)))
         return {"splits": splits, "digests": digests}
 
+    def load(self, job: Namespace, batches: int) -> list[str]:
+        """Digests of batches that come by the host's loader, micro-batch by micro-batch."""
+        (loader,), _ = self._stream.create_stream_dataloader(job, 0, TASK, FIELDS, 0)
+        loader.dataset._tq_client = self.client
+        rows = []
+        for data, meta in loader:
+            rows += [{name: values[i] for name, values in data.items()} for i in range(meta.size)]
+            if len(rows) == batches * ROWS:
+                break
+        return [combined(map(row_digest, rows[i : i + ROWS])) for i in range(0, len(rows), ROWS)]
+
     def try_to_take(self, job: Namespace, partition: str) -> str:
         try:
             self.take("batch", job, partition, 1)
@@ -235,6 +261,8 @@ def rank_main(rank: int, controller: Connection, store: str, interleavings: int)
             done[f"{shape} {path} per rank"] = me.take(path, job(**PER_RANK), f"{shape} {path} p", interleavings // 4)
         if shape == "2x1x2":
             done["without the plugin"] = me.take("batch", job(per_rank_fetch=True), "host", 100)
+            sizes = {"micro_batch_size": 2, "n_samples_per_prompt": 2, "rollout_batch_size": 2, "global_batch_size": 4}
+            done["loader"] = me.load(job(**PER_RANK, **sizes, tq_config=None), 3)
             done["kinds"] = kinds_of_nothing(me)
             done["failures"] = failures(me)
         dist.barrier()
@@ -302,6 +330,8 @@ def main() -> None:
                 try:
                     rank_main(rank, ends[rank][1], f"{folder}/store", int(sys.argv[1]))
                     code = 0
+                except Exception:
+                    traceback.print_exc()
                 finally:
                     os._exit(code)
             children.append(child)

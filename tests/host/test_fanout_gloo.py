@@ -55,6 +55,13 @@ def test_every_rank_gets_the_bytes_that_a_broadcast_brings(cohort: Any, shape: s
     assert per_rank[0]["digests"][:10] == broadcast[0]["digests"]
 
 
+def test_the_host_s_loader_fetches_per_rank_too(cohort: Any) -> None:
+    """``create_stream_dataloader``: TransferQueue's own loader over the host's fetch."""
+    _, document = cohort
+    (known, *_) = results(document, "2x1x2 stream broadcast")
+    assert results(document, "loader") == [known["digests"][:3]] * 3
+
+
 def test_a_producer_slower_than_its_consumers_never_splits_the_cohort(cohort: Any) -> None:
     line, document = cohort
     scenarios = [f"{shape} {path} per rank" for shape in SHAPES for path in PATHS]
@@ -105,7 +112,7 @@ def test_both_modes_are_timed(cohort: Any) -> None:
     """Per rank on every rank; by broadcast on those that fetch: rank 0, and rank 2 where stages stream alone."""
     line, document = cohort
     first, second, third = results(document, "fanout_seconds")
-    per_rank = INTERLEAVINGS[line] // 4 * 4
+    per_rank = INTERLEAVINGS[line] // 4 * 4 + 3
     assert first == {"rank0": 40, "per_rank": per_rank}
     assert second == {"per_rank": per_rank}
     assert third == {"rank0": 10, "per_rank": per_rank}
