@@ -87,7 +87,8 @@ def install(settings: Settings | argparse.Namespace | None = None, *, host: Host
         if args is not None:
             _keep_settings(args, effective)
         if effective.touches_nothing:
-            print(start_line(effective), file=sys.stderr, flush=True)
+            if host is None or not host.own_data_plane:  # else what the job runs on is the host's to say
+                print(start_line(effective), file=sys.stderr, flush=True)
             _installed = _Installed(effective)
         else:
             _installed = _ready_as_driver(effective, host, of_host=args is not None)
@@ -197,44 +198,41 @@ def _ready_as_driver(settings: Settings, host: HostFacts | None, *, of_host: boo
 
 def _ready_as_worker() -> _Installed:
     quiet_native_log()
-    from relax_tq_rdma.seams.host_code import has_host
     from relax_tq_rdma.seams.on_import import AfterImport
+    from relax_tq_rdma.seams.relax_consumer import RelaxConsumer
+    from relax_tq_rdma.seams.relax_rollout import RelaxRollout
     from relax_tq_rdma.seams.taken import TakenSeams
 
-    installed = _Installed(None, seams=TakenSeams())
+    seams = TakenSeams()
+    installed = _Installed(None, seams=seams)
     if "transfer_queue" in sys.modules:
-        _take_transfer_queue(installed)
+        _take_transfer_queue(installed, seams)
     else:
-        installed.waiting = AfterImport("transfer_queue", lambda: _take_transfer_queue(installed))
-    if has_host():
-        from relax_tq_rdma.seams.relax_consumer import RelaxConsumer
-        from relax_tq_rdma.seams.relax_rollout import RelaxRollout
-
-        assert installed.seams is not None
-        installed.seams.take_when_imported(RelaxRollout())
-        installed.seams.take_when_imported(RelaxConsumer())
+        installed.waiting = AfterImport("transfer_queue", lambda: _take_transfer_queue(installed, seams))
+    # Whether there is a host is not asked: at the start of a worker its path may not be complete yet.
+    seams.take_when_imported(RelaxRollout())
+    seams.take_when_imported(RelaxConsumer())
     return installed
 
 
-def _take_transfer_queue(installed: _Installed) -> None:
+def _take_transfer_queue(installed: _Installed, seams: TakenSeams) -> None:
     """Never raises: whether this job needs the plugin at all is not known yet. If it does, joining it will fail."""
     from relax_tq_rdma.seams.tq_init import TqInit
     from relax_tq_rdma.seams.tq_registry import TqRegistry
 
-    assert installed.seams is not None
     if installed.waiting is not None:
         installed.waiting.cancel()
     registry = TqRegistry()
     report = registry.check()
     init = TqInit(blocked="" if report.ok else report.text)
     if not init.check().ok:
-        installed.seams.failed(init)
+        seams.failed(init)
         logger.warning("%s", init.check().text)
         return
-    installed.seams.take(init)
+    seams.take(init)
     installed.init = init
     if report.ok:
-        installed.seams.take(registry)
+        seams.take(registry)
     else:
-        installed.seams.failed(registry)
+        seams.failed(registry)
         logger.warning("%s", report.text)

@@ -260,6 +260,7 @@ def test_an_rdma_data_plane_of_the_host_is_left_alone_and_that_is_said(
     assert (ray.init, interface.init, interface.close) == before
     said = capsys.readouterr().err
     assert "NOTE this Relax brings an RDMA data plane of its own: relax-tq-rdma stands aside" in said
+    assert "backend=" not in said, "what the job runs on is the host's to say"
     assert started[0].tq_rdma_mode == "auto", "the host's own flag keeps what it was given"  # type: ignore[attr-defined]
 
 

@@ -119,7 +119,9 @@ def test_a_host_with_its_own_data_plane_keeps_it(host: Write, capsys: pytest.Cap
     assert tq.init is before
     assert taken_seams() == {"P1": "taken", "R2": "waiting"}
     assert settings_of(args) == Settings(group_share_processor=True)
-    assert "stands aside" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "stands aside" in said
+    assert "backend=" not in said, "what the job runs on is the host's to say"
 
 
 def test_a_host_that_has_drifted_is_refused_only_where_it_is_needed(host: Write) -> None:
