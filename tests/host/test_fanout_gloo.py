@@ -12,7 +12,7 @@ import pytest
 
 from tests.host_jobs import STANDIN
 
-pytestmark = [pytest.mark.host, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.host, pytest.mark.timeout(330)]
 
 INTERLEAVINGS = {"mid": 1000, "new": 100}
 """Batches of four ranks that poll a slow producer at random moments. The newer line brings an agreement of its own."""
@@ -27,7 +27,7 @@ def cohort(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
         [sys.executable, "-m", "tests.fanout_cohort", str(INTERLEAVINGS[request.param])],
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=300,
         check=False,
         env={**os.environ, "PYTHONPATH": f"{STANDIN}{os.pathsep}{os.getcwd()}", "STANDIN_LINE": request.param},
     )
