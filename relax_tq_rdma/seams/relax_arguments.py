@@ -104,15 +104,17 @@ class RelaxArguments:
 def complain_of_unknown(argv: Iterable[str], known: Sequence[str]) -> None:
     """
     Raises:
-        UsageError: a flag has a prefix of the plugin, or is all but one of its flags, and no parser knows it.
+        UsageError: a flag has a prefix of the plugin, however it is spelt, or is all but one of its flags, and no
+            parser knows it.
     """
     ours = [flag.name for flag in FLAGS]
     for word in argv:
         name = word.partition("=")[0]
         if not name.startswith("--") or name in known:
             continue
-        close = difflib.get_close_matches(name, ours, n=1, cutoff=0.65 if name.startswith(_PREFIXES) else 0.9)
-        if close or name.startswith(_PREFIXES):
+        spelt = name.lower().replace("_", "-")
+        close = difflib.get_close_matches(spelt, ours, n=1, cutoff=0.65 if spelt.startswith(_PREFIXES) else 0.9)
+        if close or spelt.startswith(_PREFIXES):
             hint = f"did you mean {close[0]}?" if close else "relax-tq-rdma doctor --explain-flags lists them all"
             raise UsageError(f"unknown flag {name}: {hint}")
 
@@ -124,6 +126,7 @@ def complain_of_unknown_keys(keys: Iterable[str], known: Sequence[str]) -> None:
         UsageError: an attribute that no parser knows is all but one of the plugin's settings.
     """
     for key in keys:
-        close = difflib.get_close_matches(key, [flag.dest for flag in FLAGS], n=1, cutoff=0.9)
+        spelt = key.lower().replace("-", "_")
+        close = difflib.get_close_matches(spelt, [flag.dest for flag in FLAGS], n=1, cutoff=0.9)
         if close and key not in known:
             raise UsageError(f"unknown key {key} in the file of --custom-config-path: did you mean {close[0]}?")

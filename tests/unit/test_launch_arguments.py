@@ -79,6 +79,8 @@ def test_a_flag_that_the_host_adds_to_the_parser_itself(parse: Parse) -> None:
         ("--rollout-group-shared-processor", "did you mean --rollout-group-share-processor?"),
         ("--tq-x", "doctor --explain-flags lists them all"),
         ("--no-tq-use-grd", "did you mean --tq-use-gdr?"),
+        ("--tq_host_staging", "did you mean --tq-host-staging?"),
+        ("--TQ-Host-Staging", "did you mean --tq-host-staging?"),
     ],
 )
 def test_an_unknown_flag_of_ours_is_an_error(parse: Parse, word: str, hint: str) -> None:

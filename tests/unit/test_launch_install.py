@@ -124,6 +124,14 @@ def test_a_host_with_its_own_data_plane_keeps_it(host: Write, capsys: pytest.Cap
     assert "backend=" not in said, "what the job runs on is the host's to say"
 
 
+def test_the_own_flag_alone_of_such_a_host_is_no_business_of_ours(host: Write) -> None:
+    host("relax.utils.tq_config", "")
+    args = args_of("--tq-rdma-mode", "required")
+    relax_tq_rdma.install(args)  # by our rules it would need --tq-storage-backend mooncake
+    assert taken_seams() == {}
+    assert settings_of(args) is None
+
+
 def test_a_host_that_has_drifted_is_refused_only_where_it_is_needed(host: Write) -> None:
     host("relax.engine.rollout.sglang_rollout", "def other(): pass")
     relax_tq_rdma.install(args_of("--dataplane-accounting", "summary"))
