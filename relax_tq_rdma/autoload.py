@@ -12,15 +12,12 @@ import sys
 
 def _load() -> None:
     from relax_tq_rdma.install import install, install_in_worker
-    from relax_tq_rdma.seams.host_code import has_host
-    from relax_tq_rdma.seams.on_import import when_imported
     from relax_tq_rdma.seams.relax_arguments import RelaxArguments
+    from relax_tq_rdma.seams.taken import TakenSeams
 
     install_in_worker()
-    if has_host():
-        arguments = RelaxArguments(then=install)
-        for module in arguments.modules:
-            when_imported(module, arguments.apply)
+    # Whether there is a host is not asked: when a .pth file is read, the path is not complete yet.
+    TakenSeams().take_when_imported(RelaxArguments(then=install))
 
 
 try:

@@ -56,7 +56,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def from_args(cls, args: argparse.Namespace) -> Settings:
         """Read the plugin's flags from a namespace; a missing attribute means the default.
 
-        The host may own a flag of the same name and hand over another type, so values are checked here too.
+        The host may own a flag of the same name and hand over another type, so values are checked here too. A bare
+        ``off`` or ``on`` in its YAML file arrives as a boolean.
 
         Raises:
             UsageError: a value outside the flag's range; the message names the flag.
@@ -66,6 +67,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(args, flag.dest, None)
             if value is None:
                 continue
+            if isinstance(value, bool) and flag.choices and (word := "on" if value else "off") in flag.choices:
+                value = word
             try:
                 value = getattr(msgspec.convert({flag.setting: value}, cls), flag.setting)
                 values[flag.setting] = flag.type(str(value)) if flag.type else value

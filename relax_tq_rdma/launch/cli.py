@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from relax_tq_rdma.errors import UsageError
 from relax_tq_rdma.install import install
@@ -39,10 +42,22 @@ def run(argv: list[str]) -> int:
     _as_python_m_would()
     parser = RelaxArguments()
     require((parser,))
-    args = parser.parse(arguments)
+    with _imports_of_the_host():
+        args = parser.parse(arguments)
     install(args)
-    relax_entry.start(args)
+    with _imports_of_the_host():
+        relax_entry.start(args)
     return 0
+
+
+@contextmanager
+def _imports_of_the_host() -> Iterator[None]:
+    """What the host cannot import is told as it would tell it: our own command line takes it for a lack of ours."""
+    try:
+        yield
+    except ImportError:
+        traceback.print_exc()
+        raise SystemExit(1) from None
 
 
 def _as_python_m_would() -> None:

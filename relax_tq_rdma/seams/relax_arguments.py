@@ -15,11 +15,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from relax_tq_rdma.errors import SeamError, UsageError
+from relax_tq_rdma.errors import DataplaneError, SeamError, UsageError
 from relax_tq_rdma.flags import FLAGS, add_arguments
 from relax_tq_rdma.seams.base import SeamReport
 from relax_tq_rdma.seams.host_code import installed_host, problem
 from relax_tq_rdma.seams.wrapping import Wrappers
+from relax_tq_rdma.summary import PREFIX
 
 MODULE = "relax.utils.arguments"
 _PREFIXES = ("--tq-", "--no-tq-", "--dataplane-")
@@ -57,10 +58,11 @@ class RelaxArguments:
         )
 
     def apply(self) -> None:
-        """Whoever takes ``parse_args`` from the module from now on gets the plugin's flags with it."""
+        """Whoever takes ``parse_args`` from the module from now on gets the plugin's flags with it, and what is wrong
+        with them ends the process as a wrong flag of the host does."""
         module = sys.modules.get(MODULE)
         if module is not None:
-            self._wrappers.put(module, "parse_args", self._with_flags)
+            self._wrappers.put(module, "parse_args", lambda parse: _or_exit(self._with_flags(parse)))
 
     def remove(self) -> None:
         self._wrappers.take_back()
@@ -99,6 +101,19 @@ class RelaxArguments:
             return args
 
         return parse_args
+
+
+def _or_exit(parse: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(parse)
+    def parse_args(*args: Any, **named: Any) -> Any:
+        try:
+            return parse(*args, **named)
+        except DataplaneError as exc:
+            for line in str(exc).splitlines():
+                print(f"{PREFIX} ERROR {line}", file=sys.stderr, flush=True)
+            raise SystemExit(2 if isinstance(exc, UsageError) else 1) from None
+
+    return parse_args
 
 
 def complain_of_unknown(argv: Iterable[str], known: Sequence[str]) -> None:

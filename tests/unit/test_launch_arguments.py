@@ -99,6 +99,15 @@ def test_a_misspelt_key_of_the_host_s_configuration_file_is_an_error(parse: Pars
     assert Settings.from_args(parse(after="args.tq_storage_backend = 'mooncake'")).wants_mooncake
     with pytest.raises(UsageError, match=r"unknown key tq_storage_backends .* did you mean tq_storage_backend\?"):
         parse(after="args.tq_storage_backends = 'mooncake'")
+    with pytest.raises(UsageError, match=r"unknown key tq-host-staging .* did you mean tq_host_staging\?"):
+        parse(after="setattr(args, 'tq-host-staging', True)")
+
+
+def test_off_and_on_of_a_yaml_file_are_booleans(parse: Parse) -> None:
+    settings = Settings.from_args(parse(after="args.dataplane_accounting, args.tq_per_rank_fetch = False, True"))
+    assert settings == Settings(per_rank_fetch="on")
+    with pytest.raises(UsageError, match="--tq-storage-backend: True is not valid"):
+        Settings.from_args(parse(after="args.tq_storage_backend = True"))
 
 
 def test_a_bad_value_ends_as_every_bad_value_of_the_host(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,6 +149,29 @@ def test_whoever_takes_parse_args_by_name_gets_the_flags(tmp_path: Path, monkeyp
         assert len(own) == 1
         seam.remove()
         assert module.parse_args is before
+
+
+@pytest.mark.parametrize(("word", "code"), [("--tq-host-stagin", 2), ("--tq-dedup-multimodal", 2), ("--fine", 1)])
+def test_what_is_wrong_ends_an_entry_point_of_the_host_without_a_stack_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str, code: int
+) -> None:
+    import importlib
+
+    def refuse(args: argparse.Namespace) -> None:
+        if args.tq_dedup_multimodal:
+            raise UsageError("these do not go together")
+        raise SeamError("a seam does not fit")
+
+    with modules_in(tmp_path, monkeypatch) as write:
+        write(MODULE, HOST.replace("{more}", "pass").replace("{after}", "pass"))
+        module = importlib.import_module(MODULE)
+        RelaxArguments(then=refuse).apply()
+        monkeypatch.setattr(sys, "argv", ["train.py", word])
+        with pytest.raises(SystemExit) as end:
+            module.parse_args()
+    assert end.value.code == code
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("[dataplane] ERROR ")
 
 
 def test_every_flag_is_on_the_namespace(parse: Parse) -> None:

@@ -45,6 +45,30 @@ def test_a_relax_that_cannot_be_imported(empty: None, tmp_path: Path, monkeypatc
             run(["--", "--fully-async"])
 
 
+@pytest.mark.parametrize("where", ["relax.utils.arguments", "relax.entrypoints.train"])
+def test_what_the_host_cannot_import_is_not_told_as_a_lack_of_ours(
+    empty: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    late = {"relax.utils.arguments": "", "relax.entrypoints.train": "", where: "    import a_module_that_is_missing\n"}
+    with modules_in(tmp_path, monkeypatch) as write:
+        write(
+            "relax.utils.arguments",
+            "import argparse\ndef parse_args(add_custom_arguments=None):\n"
+            + late["relax.utils.arguments"]
+            + "    return add_custom_arguments(argparse.ArgumentParser()).parse_known_args([])[0]\n",
+        )
+        write("relax.entrypoints.train", "def main(args):\n" + late["relax.entrypoints.train"] + "    pass\n")
+        with pytest.raises(SystemExit) as end:
+            run(["--", "--fully-async"])
+    import relax_tq_rdma
+
+    relax_tq_rdma.uninstall()
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "No module named 'a_module_that_is_missing'" in said
+
+
 def test_the_working_folder_counts_as_with_python_m(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,6 +132,17 @@ def test_the_own_flag_alone_of_such_a_host_is_no_business_of_ours(host: Write) -
     assert settings_of(args) is None
 
 
+@pytest.mark.parametrize("flags", [("--tq-rdma-mode", "required"), ("--tq-rdma-mode", "auto", "--tq-rdma-device", "x")])
+def test_flags_that_are_the_host_s_alone_are_left_to_it(
+    host: Write, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    host("relax.utils.tq_config", "")
+    relax_tq_rdma.install(args_of(*flags))
+    assert taken_seams() == {}
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "stands aside" in said
+
+
 def test_a_host_that_has_drifted_is_refused_only_where_it_is_needed(host: Write) -> None:
     host("relax.engine.rollout.sglang_rollout", "def other(): pass")
     relax_tq_rdma.install(args_of("--dataplane-accounting", "summary"))
@@ -152,8 +163,30 @@ def test_a_worker_takes_the_host_s_seams_when_they_are_there(host: Write, caplog
     assert "seam R3" in caplog.text
 
 
-def test_the_telemetry_hook_of_the_host_brings_the_flags_and_the_start(tmp_path: Path) -> None:
-    """As ``RELAX_TELEMETRY_HOOK`` or from a ``.pth`` file: the host's own entry point, unchanged."""
+def autoloaded(code: str, *argv: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", f"import relax_tq_rdma.autoload, sys\n{code}", *argv],
+        env={"PYTHONPATH": path, "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_loaded_plugin_does_not_break_a_host_that_it_does_not_know(tmp_path: Path) -> None:
+    path = tmp_path / "relax" / "utils" / "arguments.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("def parse_args(): return 'the host runs'\n")
+    done = autoloaded("from relax.utils.arguments import parse_args\nprint(parse_args())", path=str(tmp_path))
+    assert done.stdout.strip() == "the host runs", done.stderr
+    assert "seam R1" in done.stderr
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_telemetry_hook_of_the_host_brings_the_flags_and_the_start(tmp_path: Path, later: bool) -> None:
+    """As ``RELAX_TELEMETRY_HOOK`` or from a ``.pth`` file, which is read before the path is complete: the host's own
+    entry point, unchanged."""
     for name, text in {
         **MODULES,
         "relax.utils.arguments": """
@@ -171,19 +204,13 @@ def test_the_telemetry_hook_of_the_host_brings_the_flags_and_the_start(tmp_path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
     code = (
-        "import relax_tq_rdma.autoload, sys\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "assert not {'torch', 'ray', 'transfer_queue', 'relax.core.controller'} & set(sys.modules)\n"
         "from relax.utils.arguments import parse_args\n"
         "args = parse_args()\n"
         "from relax_tq_rdma.install import taken_seams\n"
         "print(args.dataplane_accounting, taken_seams()['P1'], taken_seams()['T1'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--fully-async", "--dataplane-accounting", "summary"],
-        env={"PYTHONPATH": str(tmp_path), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    path = "" if later else str(tmp_path)
+    done = autoloaded(code, "--fully-async", "--dataplane-accounting", "summary", path=path)
     assert done.stdout.split() == ["summary", "taken", "taken"], done.stderr
