@@ -97,8 +97,7 @@ def begin(section: JobSection, start_line: str) -> None:
         started=time.time(),
     )
     try:
-        for job in {record.job for some in board.read()[:2] for record in some} - {section.job}:
-            board.remove_job(job)  # one data plane a cluster: they are not running
+        board.remove_others(section.job)  # one data plane a cluster: they are not running
         board.put(_job)
     except Exception as exc:
         logger.warning("relax-tq-rdma status will not find this job: %s", exc)

@@ -35,8 +35,16 @@ def remove(key: str) -> None:
 
 
 def remove_job(job: str) -> None:
-    """Remove all records of a job; with an empty token, of all jobs of this cluster."""
-    _kv()._internal_kv_del(f"{job}/" if job else "", del_by_prefix=True, namespace=_NAMESPACE)
+    """Remove all records of a job."""
+    _kv()._internal_kv_del(f"{job}/", del_by_prefix=True, namespace=_NAMESPACE)
+
+
+def remove_others(job: str) -> None:
+    """Remove what all other jobs of this cluster have left, readable to this version or not."""
+    kv = _kv()
+    for key in kv._internal_kv_list("", namespace=_NAMESPACE):
+        if not key.startswith(f"{job}/".encode()):
+            kv._internal_kv_del(key, namespace=_NAMESPACE)
 
 
 def read(job: str = "") -> tuple[list[JobRecord], list[ProcessRecord], list[str]]:

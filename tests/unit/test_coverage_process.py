@@ -53,6 +53,9 @@ class Board:
     def remove_job(self, job: str) -> None:
         self.records = {key: record for key, record in self.records.items() if not key.startswith(f"{job}/")}
 
+    def remove_others(self, job: str) -> None:
+        self.records = {key: record for key, record in self.records.items() if key.startswith(f"{job}/")}
+
     def read(self, job: str = "") -> Any:
         found = [record for key, record in self.records.items() if key.startswith(job)]
         jobs = [record for record in found if isinstance(record, JobRecord)]
@@ -62,7 +65,7 @@ class Board:
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     fake = Board()
-    for name in ("put", "remove", "remove_job", "read"):
+    for name in ("put", "remove", "remove_job", "remove_others", "read"):
         monkeypatch.setattr(board, name, getattr(fake, name))
     monkeypatch.setattr(reporter, "INTERVAL_SECONDS", 0.05)
     monkeypatch.setattr(coverage, "_process", None)

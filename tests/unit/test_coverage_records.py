@@ -171,6 +171,30 @@ def test_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- board ------------------------------------------------------------------------------------------------------------
 
 
+class Store:
+    """Ray's key-value store as the board calls it."""
+
+    def __init__(self, **values: bytes) -> None:
+        self.values = {key.encode(): value for key, value in values.items()}
+
+    def _internal_kv_list(self, prefix: str, namespace: bytes) -> list[bytes]:
+        return [key for key in self.values if key.startswith(prefix.encode())]
+
+    def _internal_kv_get(self, key: bytes, namespace: bytes) -> bytes | None:
+        return self.values.get(key)
+
+    def _internal_kv_del(self, key: bytes, namespace: bytes) -> None:
+        del self.values[key]
+
+
+def test_records_of_other_jobs_go_also_when_they_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(**{"old/job": b'{"schema": 99}', "old/n/1-2": b"", "new/n/1-2": b"{}"})
+    monkeypatch.setattr(board, "_kv", lambda: store)
+    assert len(board.read()[2]) == 3
+    board.remove_others("new")
+    assert list(store.values) == [b"new/n/1-2"]
+
+
 def test_a_process_without_ray_cannot_reach_the_board() -> None:
     started = time.monotonic()
     with pytest.raises(board.Unreachable, match="not connected to Ray"):
