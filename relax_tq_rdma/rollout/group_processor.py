@@ -122,13 +122,18 @@ def common_inputs(args: Any, group: Sequence[Any]) -> Inputs | str:
     ):
         return "custom generate function"
     prompt, media = getattr(group[0], "prompt", None), getattr(group[0], "multimodal_inputs", None)
-    if not isinstance(media, dict) or not any(media.get(kind) for kind in _MEDIA):
+    if not isinstance(media, dict) or not any(_is_something(media.get(kind)) for kind in _MEDIA):
         return "no media"
     if any(getattr(member, "multimodal_inputs", None) is not media for member in group):
         return "members hold different media objects"
     if not isinstance(prompt, str) or any(getattr(member, "prompt", None) != prompt for member in group):
         return "members have different prompts"
     return Inputs(prompt, media)
+
+
+def _is_something(media: Any) -> bool:
+    """An array has no truth value."""
+    return media is not None and (not hasattr(media, "__len__") or len(media) > 0)
 
 
 @dataclass(frozen=True, eq=False)

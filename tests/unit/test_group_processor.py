@@ -595,6 +595,8 @@ def test_groups_with_common_inputs() -> None:
     assert isinstance(found, Inputs)
     assert found.media is group[0].multimodal_inputs
     assert found.prompt == PROMPT
+    sound = {"images": None, "audio": torch.zeros(3)}  # has no truth value
+    assert isinstance(common_inputs(ARGS, [sample(sound), sample(sound)]), Inputs)
     # A slot of the arguments that a custom generate function fills for all samples.
     custom = SimpleNamespace(custom_generate_function_path="my.generate")
     assert common_inputs(custom, group) == "custom generate function"
