@@ -11,11 +11,11 @@ import sys
 
 
 def _load() -> None:
-    from relax_tq_rdma.install import install, install_in_worker
+    from relax_tq_rdma.install import install
     from relax_tq_rdma.seams.relax_arguments import RelaxArguments
     from relax_tq_rdma.seams.taken import TakenSeams
 
-    install_in_worker()
+    install()
     # Whether there is a host is not asked: when a .pth file is read, the path is not complete yet.
     TakenSeams().take_when_imported(RelaxArguments(then=install))
 
@@ -23,4 +23,5 @@ def _load() -> None:
 try:
     _load()
 except Exception as exc:
+    sys.relax_tq_rdma_hook_failed = f"{type(exc).__name__}: {exc}"  # type: ignore[attr-defined]
     print(f"[dataplane] ERROR relax-tq-rdma was not loaded ({type(exc).__name__}: {exc})", file=sys.stderr, flush=True)

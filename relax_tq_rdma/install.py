@@ -94,16 +94,6 @@ def install(settings: Settings | argparse.Namespace | None = None, *, host: Host
             _installed = _ready_as_driver(effective, host, of_host=args is not None)
 
 
-def install_in_worker() -> None:
-    """What the hook of a Ray worker calls: :func:`install`, and what goes wrong is for the first manager to report."""
-    try:
-        install()
-    except Exception as exc:
-        from relax_tq_rdma import coverage
-
-        coverage.note(f"the plugin was not made ready at the start of this process ({type(exc).__name__}: {exc})")
-
-
 def is_ready() -> bool:
     """Whether :func:`install` was called in this process."""
     return _installed is not None

@@ -32,6 +32,16 @@ def has_host() -> bool:
     return has_module("relax.core.controller")
 
 
+_DATA_PLANES = ("relax.utils.tq", "relax.utils.tq_config")
+"""Modules of a host that chooses the backend and attaches its workers by itself: its later and its earlier shape."""
+
+
+def own_data_plane() -> str:
+    """Why the plugin leaves the data system of this host alone; empty: it does not."""
+    own = next((module for module in _DATA_PLANES if has_module(module)), "")
+    return f"the host brings an RDMA data plane of its own ({own})" if own else ""
+
+
 def installed_host() -> str:
     return installed("relax", "Relax")
 

@@ -22,7 +22,7 @@ from relax_tq_rdma.fanout.choice import resolve_per_rank_fetch
 from relax_tq_rdma.fanout.client import FetchClient
 from relax_tq_rdma.fanout.lockstep import Lockstep
 from relax_tq_rdma.seams.base import SeamReport
-from relax_tq_rdma.seams.host_code import installed_host, problem
+from relax_tq_rdma.seams.host_code import installed_host, own_data_plane, problem
 from relax_tq_rdma.seams.relax_args import job_of, settings_of
 from relax_tq_rdma.seams.wrapping import Wrappers
 from relax_tq_rdma.settings import Settings
@@ -47,8 +47,10 @@ class RelaxConsumer:
         self._wrappers = Wrappers()
 
     def check(self) -> SeamReport:
+        aside = found = ""
         try:
-            found = problem(MODULE, _FETCH, _TAKES, is_async=False)
+            aside = own_data_plane()
+            found = "" if aside else problem(MODULE, _FETCH, _TAKES, is_async=False)
         except Exception as exc:  # a broken host must become a sentence, whatever it raises
             found = f"{type(exc).__name__}: {exc}"
         return SeamReport(
@@ -57,12 +59,13 @@ class RelaxConsumer:
             installed=installed_host(),
             expected=f"{_FETCH} with parameters {', '.join(_TAKES)}",
             found=found,
+            aside=aside,
             way_out="run this version of the host without flags of relax-tq-rdma",
         )
 
     def apply(self) -> None:
         module = sys.modules.get(MODULE)
-        if module is not None:
+        if module is not None and not own_data_plane():
             self._wrappers.put(module, _FETCH, _wrap)
             _follow(module)
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from relax_tq_rdma.errors import DataplaneError, SeamError
 from relax_tq_rdma.seams.base import SeamReport
-from relax_tq_rdma.seams.host_code import has_module, installed_host, problem
+from relax_tq_rdma.seams.host_code import installed_host, own_data_plane, problem
 from relax_tq_rdma.seams.wrapping import Wrappers
 from relax_tq_rdma.summary import PREFIX
 
@@ -25,8 +25,6 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "_initialize_data_system": (),
     "shutdown": (),
 }
-_DATA_PLANES = ("relax.utils.tq", "relax.utils.tq_config")
-"""Modules of a host that chooses the backend and attaches its workers by itself: its later and its earlier shape."""
 
 
 class DataPlane(Protocol):
@@ -66,8 +64,7 @@ class RelaxController:
         try:
             problems = (problem(MODULE, f"Controller.{method}", takes) for method, takes in _METHODS.items())
             found = next(filter(None, problems), "")
-            own = next((module for module in _DATA_PLANES if has_module(module)), "")
-            aside = f"the host brings an RDMA data plane of its own ({own})" if own else ""
+            aside = own_data_plane()
         except Exception as exc:  # a broken host must become a sentence, whatever it raises
             found = f"{type(exc).__name__}: {exc}"
         return SeamReport(

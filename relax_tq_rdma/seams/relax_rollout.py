@@ -7,6 +7,7 @@ each call, and a custom rollout function that imports them by name does so after
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -80,10 +81,14 @@ class RelaxRollout:
         self._wrappers.take_back()
 
     def _in_scope(self, generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        signature = inspect.signature(generate)
+
         @functools.wraps(generate)
         async def generate_and_rm_group(args: Any, group: Any, *rest: Any, **named: Any) -> Any:
             settings = settings_of(args)
-            if settings is None or not settings.group_share_processor:
+            wanted = settings is not None and settings.group_share_processor
+            # The host evaluates deep copies: there is nothing to share, and nobody is to be told that.
+            if not wanted or signature.bind(args, group, *rest, **named).arguments.get("evaluation"):
                 return await generate(args, group, *rest, **named)
             with self._sharing.scope(args, group):
                 try:

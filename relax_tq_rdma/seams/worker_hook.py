@@ -108,9 +108,9 @@ def chained(theirs: Any) -> Callable[[], None]:
         import sys
 
         try:
-            from relax_tq_rdma.install import install_in_worker
+            from relax_tq_rdma.install import install
 
-            install_in_worker()
+            install()
         except Exception as exc:
             text = f"{type(exc).__name__}: {exc}"
             # For the check of the nodes, and for the first manager, should there be one.

@@ -252,6 +252,7 @@ def test_an_rdma_data_plane_of_the_host_is_left_alone_and_that_is_said(
         "seam R4 (the host's Controller) stands aside: the host brings an RDMA data plane of its own "
         f"(relax.utils.tq) ({HOST})"
     )
+    assert RelaxConsumer().check().aside == RelaxController().check().aside
     before = (ray.init, interface.init, interface.close)
     started: list[object] = []
     monkeypatch.setattr("relax_tq_rdma.seams.relax_entry.start", started.append)

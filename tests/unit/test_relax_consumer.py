@@ -216,6 +216,16 @@ def test_somebody_else_s_function_in_the_importer_is_left_alone(host: Any) -> No
     assert actor.get_data_from_transfer_queue is theirs
 
 
+def test_a_host_with_its_own_data_plane_fetches_by_itself(host: Any) -> None:
+    host("relax.utils.tq_config", "")
+    importlib.import_module(BY_NAME)
+    before = sys.modules[MODULE].get_data_from_transfer_queue
+    RelaxConsumer().apply()
+    assert sys.modules[MODULE].get_data_from_transfer_queue is before
+    report = RelaxConsumer().check()
+    assert (report.ok, report.aside) == (True, "the host brings an RDMA data plane of its own (relax.utils.tq_config)")
+
+
 # The check
 
 

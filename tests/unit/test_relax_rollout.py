@@ -182,6 +182,17 @@ def test_what_was_not_shared_is_said_once_and_counted(
     assert counted == {"image processor runs of one sample (members hold different media objects)": 8}
 
 
+def test_nobody_is_told_that_an_evaluation_shares_nothing(taken: Any, caplog: pytest.LogCaptureFixture) -> None:
+    group = [*make_group(1), *make_group(1)]
+    for call in (
+        lambda generate: generate(args_of(), group, {}, True),
+        lambda generate: generate(args_of(), group, sampling_params={}, evaluation=True),
+    ):
+        asyncio.run(call(taken.module.generate_and_rm_group))
+    assert caplog.records == []
+    assert taken.seam.counts.own == {"outside a group": 4}
+
+
 def test_each_run_is_a_stage_of_the_accounting(taken: Any) -> None:
     accounting.configure("summary", job="test-relax-rollout", sink=lambda line: None)
     try:
