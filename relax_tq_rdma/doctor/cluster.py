@@ -48,19 +48,29 @@ def connect() -> None:
     """
     import ray
 
-    given = os.environ.get("RAY_ADDRESS", "")
-    if given and "://" not in given and given not in ("auto", "local"):
-        try:
-            problem = address.dial(address.parse(given), _DIAL_SECONDS)
-        except UsageError as exc:
-            problem = str(exc)
-        if problem:
-            raise StartError(f"no Ray cluster at RAY_ADDRESS={given} ({problem}): {_WAY_OUT}")
+    dial_given_address()
     try:
         with _ends_the_process(_CONNECT_SECONDS, f"Ray did not connect within {_CONNECT_SECONDS:g} s: {_WAY_OUT}"):
             ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError) as exc:
         raise StartError(f"no running Ray cluster was found ({str(exc).splitlines()[0]}): {_WAY_OUT}") from None
+
+
+def dial_given_address() -> None:
+    """See whether anybody listens at ``RAY_ADDRESS``, where that names a host and a port: quick, and without Ray.
+
+    Raises:
+        StartError: nobody does.
+    """
+    given = os.environ.get("RAY_ADDRESS", "")
+    if not given or "://" in given or given in ("auto", "local"):
+        return
+    try:
+        problem = address.dial(address.parse(given), _DIAL_SECONDS)
+    except UsageError as exc:
+        problem = str(exc)
+    if problem:
+        raise StartError(f"no Ray cluster at RAY_ADDRESS={given} ({problem}): {_WAY_OUT}")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from relax_tq_rdma import compat, env
-from relax_tq_rdma.doctor.cluster import probe_running_cluster
+from relax_tq_rdma.doctor.cluster import dial_given_address, probe_running_cluster
 from relax_tq_rdma.doctor.options import Options
 from relax_tq_rdma.seams import SeamReport, reports
 from relax_tq_rdma.seams.base import installed_transfer_queue
@@ -101,6 +101,8 @@ def examine(options: Options, settings: Settings) -> Diagnosis:
         UsageError: an ``RTQ_*`` size or duration is no number.
         StartError: ``--cluster`` without Ray or without a running cluster; or the run folder cannot be used.
     """
+    if options.cluster:
+        dial_given_address()
     seams = _seams(settings)
     facts = _facts(seams)
     findings, settings = compat.findings(settings, facts), compat.in_force(settings, facts)

@@ -23,7 +23,8 @@ SECONDS = 6.0
 """What "gone within seconds" means here; the supervisor gives the master 3 s to end by itself."""
 
 DRIVER = """
-import json, os, sys, time
+import json, os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has the programs of its background ignore it
 from relax_tq_rdma.transport.master import Master
 master = Master(sys.argv[1])
 address = master.start(20)
