@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from relax_tq_rdma.payload.format import Bytes, aligned
+from relax_tq_rdma.payload.format import Bytes
 from relax_tq_rdma.payload.plan import Leaf, RowPlan, leaf_bytes
 
 MIN_BYTES = 1024
@@ -32,9 +29,6 @@ MIN_BYTES = 1024
 _SAMPLE_BLOCK = 1024
 _SAMPLE_BLOCKS = 16
 
-_COMPARERS = min(4, os.cpu_count() or 1)
-"""Threads that compare one pair: one thread alone does not use the memory's bandwidth."""
-_SPLIT_BYTES = 1 << 20
 _memcmp = ctypes.CDLL(None).memcmp  # lets other threads run, and writes no result for each element, as NumPy does
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -147,19 +141,5 @@ def _same_bytes(left: list[Leaf], right: list[Leaf]) -> bool:
 
 
 def _equal(a: Bytes, b: Bytes) -> bool:
-    """Equal bytes of two contiguous arrays of one length."""
-    size, left, right = a.nbytes, a.ctypes.data, b.ctypes.data
-    if size < _SPLIT_BYTES:
-        return not _memcmp(left, right, size)
-    step = aligned(-(-size // _COMPARERS))
-    parts = range(0, size, step)
-    codes = _comparers().map(lambda at: _memcmp(left + at, right + at, min(step, size - at)), parts)
-    return not any(list(codes))  # all of them: none may still read when the caller lets go of the arrays
-
-
-@cache
-def _comparers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_COMPARERS, thread_name_prefix="dedup-compare")
-
-
-os.register_at_fork(after_in_child=_comparers.cache_clear)  # threads do not survive a fork
+    """Equal bytes of two contiguous arrays of one length. Ends at the first difference."""
+    return not _memcmp(a.ctypes.data, b.ctypes.data, a.nbytes)
