@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from relax_tq_rdma.coverage.compare import differences
+from relax_tq_rdma.coverage.compare import alike, differences
 from relax_tq_rdma.coverage.records import SCHEMA, JobRecord, ProcessRecord
 from relax_tq_rdma.errors import StartError, UsageError
 
@@ -134,7 +134,7 @@ def _print(status: Status) -> None:
         for sentence in status.differences:
             console.print(Text.assemble(("DIFFERS  ", "bold red"), sentence), soft_wrap=True)
         if not status.differences:
-            console.print(Text.assemble(("ok  ", "bold green"), f"{len(status.processes)} processes, all alike"))
+            console.print(Text.assemble(("ok  ", "bold green"), f"{alike(status.processes)}, all alike"))
 
 
 def _table(status: Status) -> Any:

@@ -143,7 +143,7 @@ def test_people_see_every_column_in_a_narrow_terminal(
         "RolloutManager a 7 1.0 R2 T1 T2 MooncakeStore/tcp 3/9/128 rows put raw 2, pool misses 4"
     )
     assert "fallback MooncakeStore/rdma -> MooncakeStore/tcp: no HCA (b, rdma_device)" in out
-    assert out.rstrip().endswith("ok  2 processes, all alike")
+    assert out.rstrip().endswith("ok  2 processes on 2 nodes, seams R2 T1 T2, all alike")
 
 
 def test_a_difference_is_the_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
