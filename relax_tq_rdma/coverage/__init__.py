@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -134,6 +133,7 @@ def compare_at_start() -> None:
     """What the driver does when all services are up: say whether the processes that have joined so far are alike."""
     from relax_tq_rdma.coverage import board
     from relax_tq_rdma.coverage.compare import alike, differences
+    from relax_tq_rdma.say import say
     from relax_tq_rdma.summary import PREFIX
 
     if _job is None:
@@ -145,7 +145,7 @@ def compare_at_start() -> None:
     except Exception as exc:
         lines = [f"WARNING the processes of this job could not be compared: {exc}"]
     for line in lines:
-        print(f"{PREFIX} {line}", file=sys.stderr, flush=True)
+        say(f"{PREFIX} {line}")
 
 
 def _this_process() -> Process:

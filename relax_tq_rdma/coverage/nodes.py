@@ -5,12 +5,12 @@ The question travels by value, so a node where the plugin is not installed answe
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from relax_tq_rdma.errors import StartError
+from relax_tq_rdma.say import say
 from relax_tq_rdma.summary import PREFIX
 from relax_tq_rdma.transport.failures import describe
 from relax_tq_rdma.version import __version__
@@ -34,7 +34,7 @@ def require_plugin(limit: float) -> None:
     others = {names[node]: answers[node]["version"] for node in names if answers[node]["version"] != __version__}
     for name, version in others.items():
         text = f"node {name} has relax-tq-rdma {version}, the driver {__version__}: install the same version"
-        print(f"{PREFIX} WARNING {text}", file=sys.stderr, flush=True)
+        say(f"{PREFIX} WARNING {text}")
 
 
 def judge(answer: Any, waited: float) -> str:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from relax_tq_rdma.errors import DataplaneError, SeamError, UsageError
 from relax_tq_rdma.flags import FLAGS, add_arguments
+from relax_tq_rdma.say import say
 from relax_tq_rdma.seams.base import SeamReport
 from relax_tq_rdma.seams.host_code import installed_host, problem
 from relax_tq_rdma.seams.wrapping import Wrappers
@@ -110,7 +111,7 @@ def _or_exit(parse: Callable[..., Any]) -> Callable[..., Any]:
             return parse(*args, **named)
         except DataplaneError as exc:
             for line in str(exc).splitlines():
-                print(f"{PREFIX} ERROR {line}", file=sys.stderr, flush=True)
+                say(f"{PREFIX} ERROR {line}")
             raise SystemExit(2 if isinstance(exc, UsageError) else 1) from None
 
     return parse_args

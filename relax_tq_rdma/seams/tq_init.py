@@ -13,13 +13,13 @@ import importlib
 import os
 import secrets
 import signal
-import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
 
 from relax_tq_rdma.compat import HostFacts
 from relax_tq_rdma.errors import SeamError, StartError
+from relax_tq_rdma.say import say
 from relax_tq_rdma.seams import tq_state
 from relax_tq_rdma.seams.base import SeamReport, installed_transfer_queue, missing_parameters
 from relax_tq_rdma.section import JobSection, read_section
@@ -285,7 +285,7 @@ class Guard:
             left = close_job(running.started, running.port, limit=CLOSE_SECONDS)
             coverage.end(running.job)
             if left:
-                print(f"{PREFIX} WARNING the data plane was not closed whole: {left}", file=sys.stderr, flush=True)
+                say(f"{PREFIX} WARNING the data plane was not closed whole: {left}")
 
     def _close_without_ray(self, running: _Running) -> None:
         """Ray is gone, and with it the actors; any call to it would start a new one."""
