@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,26 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def results() -> Path:
-    """Folder that outlives the guest."""
-    return Path(os.environ.get("RTQ_RDMA_RESULTS", "/tmp"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def own_agent(request: pytest.FixtureRequest, results: Path) -> Iterator[None]:
-    """The agent of this node, started before the first test; on real nodes the user has started it."""
-    if request.config.getoption("real", default=None) or not os.environ.get("RTQ_RDMA_NODES"):
-        yield
-        return
-    with open(results / "agent.log", "ab") as log:
-        agent = subprocess.Popen([sys.executable, "-m", "tests.rdma.agent"], stdout=log, stderr=log)
-    yield
-    agent.terminate()
-    agent.wait(10)
-
-
-@pytest.fixture(scope="session")
-def nodes(request: pytest.FixtureRequest, own_agent: None) -> list[TestNode]:
+def nodes(request: pytest.FixtureRequest) -> list[TestNode]:
     """All nodes of the run, this one first, their agents ready."""
     real = request.config.getoption("real", default=None)
     if real:

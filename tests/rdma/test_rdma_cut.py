@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from tests.rdma.channel import RemoteError
-from tests.rdma.jobs import CALL_SECONDS, MIB, RDMA, Job, job
+from tests.rdma.jobs import CALL_SECONDS, MIB, RDMA, Job, job, start
 from tests.rdma.nodes import Process, TestNode
 
 pytestmark = [pytest.mark.two_nodes, pytest.mark.breaks_devices]
@@ -21,8 +22,6 @@ ERROR_SECONDS = 240.0
 LINK = "ip link set data0 down", "ip link set data0 up && ip route replace default dev data0"
 DEVICE = "rdma link delete rxe0", "rdma link add rxe0 type rxe netdev data0"
 
-Cut = Callable[[Job], None]
-
 
 @pytest.fixture
 def reader_node(nodes: list[TestNode]) -> Iterator[Process]:
@@ -32,22 +31,39 @@ def reader_node(nodes: list[TestNode]) -> Iterator[Process]:
         there.call("shell", CALL_SECONDS, command=f"{LINK[1]}; [[ -e /sys/class/infiniband/rxe0 ]] || {DEVICE[1]}")
 
 
-@pytest.mark.parametrize("command", [LINK[0], DEVICE[0]], ids=["link", "device"])
-def test_a_reader_that_loses_link_or_device_gets_an_error(
-    nodes: list[TestNode], reader_node: Process, command: str
-) -> None:
+def test_a_reader_that_loses_its_link_gets_an_error(nodes: list[TestNode], reader_node: Process) -> None:
     with job(nodes[:2], RDMA, orderly=False) as running:
-        error = cut_in_the_middle(running, reader_node, lambda _: reader_node.call("shell", 60, command=command))
-        assert error.kind == "TransferError"
+        future = receiving(running, reader_node)
+        reader_node.call("shell", CALL_SECONDS, command=LINK[0])
+        assert error_of(future).kind == "TransferError"
         assert running.consumer.call("protocol", CALL_SECONDS) == "rdma"  # no other rung
+
+
+def test_a_device_deleted_under_its_reader_gives_an_error_or_every_byte_and_takes_no_new_job(
+    nodes: list[TestNode], reader_node: Process
+) -> None:
+    """A driver that cannot cut its users off, as this soft-RoCE, lets them finish and the device goes when they go."""
+    with job(nodes[:2], RDMA, orderly=False) as running:
+        future = receiving(running, reader_node)
+        deletion = reader_node.begin("shell", command=DEVICE[0], limit=2 * ERROR_SECONDS)
+        error = future.exception(ERROR_SECONDS)
+        assert getattr(error, "kind", "TransferError") == "TransferError"
+        assert error or future.result()["wrong"] == []
+        assert running.consumer.call("protocol", CALL_SECONDS) == "rdma"
+        with nodes[0].process() as another, pytest.raises(RemoteError, match="node1") as failure:
+            start(another, nodes[:2], RDMA)
+        assert "required rules out anything less" in str(failure.value)
+    deletion.result(CALL_SECONDS)  # its last user is gone
+    assert reader_node.call("shell", CALL_SECONDS, command="rdma -j link").split() == ["[]"]
 
 
 def test_a_reader_whose_peer_is_killed_gets_an_error_and_reads_on_from_others(
     nodes: list[TestNode], reader_node: Process
 ) -> None:
     with job(nodes[:2], RDMA, orderly=False) as running:
-        error = cut_in_the_middle(running, reader_node, lambda one: one.producer.kill())
-        assert error.kind == "TransferError"
+        future = receiving(running, reader_node)
+        running.producer.kill()
+        assert error_of(future).kind == "TransferError"
         consumer = running.consumer
         retired = consumer.call("retired_spans", CALL_SECONDS)
         assert sum(end - first + 1 for first, end in retired) >= 4 * MIB  # what the engine may still write to
@@ -66,16 +82,19 @@ def test_a_reader_whose_peer_is_killed_gets_an_error_and_reads_on_from_others(
         assert consumer.call("protocol", CALL_SECONDS) == "rdma"
 
 
-def cut_in_the_middle(running: Job, watcher: Process, cut: Cut) -> RemoteError:
-    """Cut while the reader's node is receiving; returns the error that the reader got."""
+def receiving(running: Job, watcher: Process) -> Future[Any]:
+    """A get of which the reader's node has received a part."""
     indexes = running.producer.call("put", CALL_SECONDS, partition="cut", spec=PAYLOAD)
     before = watcher.call("received_packets", CALL_SECONDS)
-    future: Any = running.consumer.begin("get", partition="cut", spec=PAYLOAD, indexes=indexes)
+    future = running.consumer.begin("get", partition="cut", spec=PAYLOAD, indexes=indexes)
     while watcher.call("received_packets", CALL_SECONDS) - before < 1000:  # a thirtieth of it has arrived
         assert not future.done(), future.result(0)
         time.sleep(0.02)
     assert not future.done()
-    cut(running)
+    return future
+
+
+def error_of(future: Future[Any]) -> RemoteError:
     with pytest.raises(RemoteError) as failure:
         future.result(ERROR_SECONDS)
     return failure.value
