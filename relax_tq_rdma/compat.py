@@ -379,6 +379,13 @@ def findings(settings: Settings, host: HostFacts | None = None) -> list[Finding]
     return sorted(hits, key=lambda f: f.verdict != "reject")
 
 
+def warnings_after_fallback(settings: Settings, host: HostFacts | None = None) -> list[str]:
+    """What a job should have been warned of, had it asked for SimpleStorage in the first place."""
+    on_simple = msgspec.structs.replace(settings, storage_backend="simple")
+    known = findings(settings, host)
+    return [f.text for f in findings(on_simple, host) if f.verdict == "warn" and f not in known]
+
+
 def check(settings: Settings, host: HostFacts | None = None) -> list[Finding]:
     """Validate a job's flags before anything starts.
 

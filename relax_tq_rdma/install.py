@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from relax_tq_rdma import compat
 from relax_tq_rdma.compat import HostFacts
 from relax_tq_rdma.errors import StartError, UsageError
+from relax_tq_rdma.say import say
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.summary import PREFIX, UNTOUCHED, start_line
 from relax_tq_rdma.transport.hazards import quiet_native_log
@@ -74,6 +75,7 @@ def install(settings: Settings | argparse.Namespace | None = None, *, host: Host
         effective = compat.in_force(settings, host or HostFacts())
         if _installed is not None:
             if effective == _installed.settings:
+                _keep_settings(args, effective)  # these may be parsed anew
                 return
             if _installed.settings is not None:
                 raise UsageError(
@@ -83,12 +85,11 @@ def install(settings: Settings | argparse.Namespace | None = None, *, host: Host
             uninstall()  # it was made ready as a worker, and is a driver
         for finding in compat.check(settings, host):
             word = "WARNING" if finding.verdict == "warn" else "NOTE"
-            print(f"{PREFIX} {word} {finding.text}", file=sys.stderr, flush=True)
-        if args is not None:
-            _keep_settings(args, effective)
+            say(f"{PREFIX} {word} {finding.text}")
+        _keep_settings(args, effective)
         if effective.touches_nothing:
             if host is None or not host.own_data_plane:  # else what the job runs on is the host's to say
-                print(start_line(effective), file=sys.stderr, flush=True)
+                say(start_line(effective))
             _installed = _Installed(effective)
         else:
             _installed = _ready_as_driver(effective, host, of_host=args is not None)
@@ -164,10 +165,11 @@ def _look_at_host(args: argparse.Namespace, settings: Settings) -> HostFacts:
     )
 
 
-def _keep_settings(args: argparse.Namespace, effective: Settings) -> None:
-    from relax_tq_rdma.seams.relax_args import keep_settings
+def _keep_settings(args: argparse.Namespace | None, effective: Settings) -> None:
+    if args is not None:
+        from relax_tq_rdma.seams.relax_args import keep_settings
 
-    keep_settings(args, effective)
+        keep_settings(args, effective)
 
 
 def _ready_as_driver(settings: Settings, host: HostFacts | None, *, of_host: bool) -> _Installed:

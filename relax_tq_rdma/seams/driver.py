@@ -63,12 +63,14 @@ def _take_host(seams: TakenSeams, settings: Settings, facts: HostFacts, init: Tq
     seams.take(hook)
     if settings.group_share_processor:
         seams.take_when_imported(RelaxRollout())
-    if not facts.own_data_plane:
-        before = coverage.check_at_start(settings.init_timeout_seconds)
-        seams.take_when_imported(
-            RelaxController(init, before=before, after=coverage.compare_at_start, for_actors=hook.for_actors)
-        )
-        seams.take_when_imported(RelaxConsumer())
+    before = coverage.check_at_start(settings.init_timeout_seconds)
+    if facts.own_data_plane:
+        seams.take_when_imported(RelaxController(before=before, for_actors=hook.for_actors))
+        return
+    seams.take_when_imported(
+        RelaxController(init, before=before, after=coverage.compare_at_start, for_actors=hook.for_actors)
+    )
+    seams.take_when_imported(RelaxConsumer())
 
 
 def _variables(settings: Settings) -> dict[str, str]:

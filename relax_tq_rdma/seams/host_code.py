@@ -73,6 +73,26 @@ def problem(module: str, name: str, parameters: Iterable[str], *, is_async: bool
     return ""
 
 
+def lost(module: str, names: Iterable[str]) -> str:
+    """Which function a library under the host has no more; empty: none, or the library is not on this node.
+
+    No package of it is run for the answer: it may need a GPU that only the ranks have.
+    """
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        absent = [name for name in names if _of_object(loaded, name) is None]
+    else:
+        top, *inside = module.split(".")
+        spec = importlib.util.find_spec(top)
+        folders = (spec and spec.submodule_search_locations) or ()
+        path = next((path for folder in folders if (path := Path(folder, *inside).with_suffix(".py")).is_file()), None)
+        if path is None:
+            return ""
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        absent = [name for name in names if _of_source(tree, name) is None]
+    return f"no {module}.{absent[0]}" if absent else ""
+
+
 def find(module: str, name: str) -> Function | None:
     """The function as this process has imported it, else as its source defines it.
 

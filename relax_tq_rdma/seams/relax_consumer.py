@@ -22,7 +22,7 @@ from relax_tq_rdma.fanout.choice import resolve_per_rank_fetch
 from relax_tq_rdma.fanout.client import FetchClient
 from relax_tq_rdma.fanout.lockstep import Lockstep
 from relax_tq_rdma.seams.base import SeamReport
-from relax_tq_rdma.seams.host_code import installed_host, own_data_plane, problem
+from relax_tq_rdma.seams.host_code import installed_host, lost, own_data_plane, problem
 from relax_tq_rdma.seams.relax_args import job_of, settings_of
 from relax_tq_rdma.seams.wrapping import Wrappers
 from relax_tq_rdma.settings import Settings
@@ -32,6 +32,8 @@ MODULE = "relax.utils.data.stream_dataloader"
 BY_NAME = "relax.backends.megatron.actor"
 _FETCH = "get_data_from_transfer_queue"
 _TAKES = ("args", "tq_client", "data_fields", "partition_id", "broadcast_pp", "per_rank_fetch")
+_PARALLEL = "megatron.core.parallel_state"
+_GROUPS = ("get_tensor_and_context_parallel_group", "get_pipeline_model_parallel_group")
 _MULTIMODAL = "multimodal_train_inputs"
 _ROUTED_EXPERTS = "rollout_routed_experts"
 
@@ -50,14 +52,14 @@ class RelaxConsumer:
         aside = found = ""
         try:
             aside = own_data_plane()
-            found = "" if aside else problem(MODULE, _FETCH, _TAKES, is_async=False)
+            found = "" if aside else problem(MODULE, _FETCH, _TAKES, is_async=False) or lost(_PARALLEL, _GROUPS)
         except Exception as exc:  # a broken host must become a sentence, whatever it raises
             found = f"{type(exc).__name__}: {exc}"
         return SeamReport(
             name=self.name,
             ok=not found,
             installed=installed_host(),
-            expected=f"{_FETCH} with parameters {', '.join(_TAKES)}",
+            expected=f"{_FETCH} with parameters {', '.join(_TAKES)}, and {' and '.join(_GROUPS)} of {_PARALLEL}",
             found=found,
             aside=aside,
             way_out="run this version of the host without flags of relax-tq-rdma",
@@ -144,8 +146,7 @@ def _lockstep(with_pipeline: bool) -> Lockstep:
     """The ranks that the host keeps together: in a stream, stages of a pipeline go at their own pace."""
     from relax_tq_rdma.fanout.cohort import GroupCohort
 
-    parallel = importlib.import_module("megatron.core").mpu
-    groups = [parallel.get_tensor_and_context_parallel_group()]
-    if with_pipeline:
-        groups.append(parallel.get_pipeline_model_parallel_group())
+    parallel = importlib.import_module(_PARALLEL)
+    within_stage, across_stages = (getattr(parallel, name) for name in _GROUPS)
+    groups = [within_stage(), across_stages()] if with_pipeline else [within_stage()]
     return Lockstep(GroupCohort(groups), env.seconds(env.COHORT_SPLIT_SECONDS))

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from relax_tq_rdma.errors import DataplaneError, SeamError
+from relax_tq_rdma.say import say
 from relax_tq_rdma.seams.base import SeamReport
 from relax_tq_rdma.seams.host_code import installed_host, own_data_plane, problem
 from relax_tq_rdma.seams.wrapping import Wrappers
@@ -40,7 +41,7 @@ class RelaxController:
     """See :class:`relax_tq_rdma.seams.base.Seam`.
 
     Args:
-        plane: the data plane of this process.
+        plane: the data plane of this process; ``None``: it is the host's own business.
         before: called before the host starts its data system; may raise to stop the start.
         after: called when all services of the host are up.
         for_actors: given the runtime environment of the host's actors, the one that they get.
@@ -79,12 +80,13 @@ class RelaxController:
 
     def apply(self) -> None:
         module = sys.modules.get(MODULE)
-        if module is None or self._plane is None:
+        if module is None:
             return
         controller = module.Controller
         self._wrappers.put(controller, "__init__", self._cleaning_up)
         self._wrappers.put(controller, "_initialize_data_system", self._checked)
-        self._wrappers.put(controller, "shutdown", self._closing)
+        if self._plane is not None:
+            self._wrappers.put(controller, "shutdown", self._closing)
 
     def remove(self) -> None:
         self._wrappers.take_back()
@@ -138,5 +140,5 @@ def _said() -> Iterator[None]:
         yield
     except DataplaneError as exc:
         for line in str(exc).splitlines():
-            print(f"{PREFIX} ERROR {line}", file=sys.stderr, flush=True)
+            say(f"{PREFIX} ERROR {line}")
         raise

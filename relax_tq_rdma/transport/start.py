@@ -6,7 +6,6 @@ what is left of that, and :data:`UNDO_SECONDS` more.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from relax_tq_rdma.compat import HostFacts
+from relax_tq_rdma.compat import HostFacts, warnings_after_fallback
 from relax_tq_rdma.errors import StartError
+from relax_tq_rdma.say import say
 from relax_tq_rdma.section import JobSection
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.summary import PREFIX, start_line
@@ -59,7 +59,7 @@ def start_job(
     job: str,
     host: HostFacts | None = None,
     clock: Callable[[], float] = time.monotonic,
-    emit: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    emit: Callable[[str], None] = say,
     on_fallback: Callable[[Fallback], None] = lambda fallback: None,
 ) -> Started:
     """Bring the data plane up, or leave nothing behind.
@@ -133,11 +133,14 @@ class _Run:
                 event = self._perform(effect)
 
     def started(self) -> Started:
-        """The result, with the start line printed."""
+        """The result, with the start line printed, and before it what a fallback brings with it."""
         state, probe = self.state, None
         assert state.decision is not None
         if self._nodes:
             probe = nodes_ok(state.decision, state.settings, self._reports, self._nodes)
+        if state.decision.backend == "SimpleStorage":
+            for text in warnings_after_fallback(state.settings, self._host):
+                self._emit(f"{PREFIX} WARNING {text}")
         line = start_line(state.settings, state.decision, probe=probe, verify=state.verification, host=self._host)
         self._emit(line)
         return Started(state.conf, state.decision, state.verification, probe, state.master, line, state)

@@ -74,6 +74,7 @@ def edit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         text = Path(spec.origin).read_text()
         assert old in text, f"the stand-in has no {old!r} in {module}"
         Path(spec.origin).write_text(text.replace(old, new))
+        forget()  # to find a module is to run the packages above it
 
     yield change
     relax_tq_rdma.uninstall()
@@ -86,7 +87,8 @@ ROLLOUT = (
 )
 FETCH = (
     "get_data_from_transfer_queue with parameters args, tq_client, data_fields, partition_id, broadcast_pp, "
-    "per_rank_fetch"
+    "per_rank_fetch, and get_tensor_and_context_parallel_group and get_pipeline_model_parallel_group of "
+    "megatron.core.parallel_state"
 )
 CONTROLLER = (
     "Controller.__init__(config, runtime_env) and Controller._initialize_data_system() and Controller.shutdown()"
@@ -151,6 +153,15 @@ CASES: dict[str, tuple[type[Seam], str, str, str, str, str, str]] = {
         "    each_rank: ",
         FETCH,
         "relax.utils.data.stream_dataloader.get_data_from_transfer_queue without parameter per_rank_fetch",
+        FETCH_OUT,
+    ),
+    "R3 a cohort's group renamed": (
+        RelaxConsumer,
+        "megatron.core.parallel_state",
+        "def get_tensor_and_context_parallel_group(",
+        "def get_model_parallel_group_without_pipeline(",
+        FETCH,
+        "no megatron.core.parallel_state.get_tensor_and_context_parallel_group",
         FETCH_OUT,
     ),
     "R4 renamed": (

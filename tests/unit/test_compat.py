@@ -126,6 +126,19 @@ def test_a_flag_that_does_nothing_alone_says_so(flag):
     assert {f.verdict for f in found if flag.name in f.flags} & {"adjust", "reject"}
 
 
+def test_a_job_that_fell_back_is_warned_like_one_that_asked_for_simple_storage():
+    few_units = HostFacts(tensor_parallel=4, num_data_storage_units=2, multimodal=True)
+    mooncake = ["--tq-storage-backend", "mooncake", "--tq-mooncake-auto-init", "job-owned", "--tq-host-staging"]
+    on = Settings.from_flags([*mooncake, "--tq-per-rank-fetch", "on"])
+    (said,) = compat.warnings_after_fallback(on, few_units)
+    assert said.startswith("per-rank fetch with fewer storage units than TP ranks")
+    assert compat.warnings_after_fallback(on, HostFacts(tensor_parallel=2, num_data_storage_units=2)) == []
+    automatic = Settings.from_flags(mooncake)
+    assert compat.warnings_after_fallback(automatic, few_units) == [], "it fetches by broadcast then"
+    asked_for = Settings.from_flags(["--tq-per-rank-fetch", "on"])
+    assert compat.warnings_after_fallback(asked_for, few_units) == [], "it was said before"
+
+
 def test_rows_that_need_host_facts():
     on = ["--tq-per-rank-fetch", "on"]
     few_units = HostFacts(tensor_parallel=4, num_data_storage_units=2)

@@ -105,23 +105,39 @@ def test_in_colocate_nothing_is_touched_in_any_process(host: Write, capsys: pyte
     assert args.dataplane_accounting == "summary", "the arguments are the user's"
 
 
+@pytest.mark.parametrize("mode", [{"fully_async": False}, {}], ids=["colocate", "fully-async"])
+def test_arguments_that_are_parsed_again_say_the_same(host: Write, mode: dict[str, Any]) -> None:
+    first, again = (args_of("--dataplane-accounting", "summary", **mode) for _ in range(2))
+    relax_tq_rdma.install(first)
+    relax_tq_rdma.install(again)
+    assert settings_of(again) == settings_of(first)
+    assert vars(again) == vars(first)
+
+
 def test_hybrid_is_not_colocate_although_the_host_says_so(host: Write) -> None:
     args = args_of("--dataplane-accounting", "summary", hybrid=True, colocate=True)
     relax_tq_rdma.install(args)
     assert settings_of(args) == Settings(accounting="summary")
 
 
-def test_a_host_with_its_own_data_plane_keeps_it(host: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_with_its_own_data_plane_keeps_it(
+    host: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     host("relax.utils.tq_config", "")
     before = tq.init
     args = args_of("--tq-rdma-mode", "required", "--tq-normalize-multimodal", "--rollout-group-share-processor")
     relax_tq_rdma.install(args)
     assert tq.init is before
-    assert taken_seams() == {"P1": "taken", "R2": "waiting"}
+    assert taken_seams() == {"P1": "taken", "R2": "waiting", "R4": "waiting"}
     assert settings_of(args) == Settings(group_share_processor=True)
     said = capsys.readouterr().err
     assert "stands aside" in said
     assert "backend=" not in said, "what the job runs on is the host's to say"
+
+    asked: list[bool] = []
+    monkeypatch.setattr("relax_tq_rdma.coverage.nodes.require_plugin", lambda limit: asked.append(True))
+    importlib.import_module("relax.core.controller").Controller(args)._initialize_data_system()
+    assert (asked, taken_seams()["R4"]) == ([True], "aside"), "the pictures are shared where the plugin is"
 
 
 def test_the_own_flag_alone_of_such_a_host_is_no_business_of_ours(

@@ -254,9 +254,34 @@ def test_drift_is_named(host: Any, old: str, new: str, found: str) -> None:
     assert (report.ok, report.found) == (False, found)
     assert report.text == (
         "seam R3 (the host's fetch) does not fit Relax of unknown version: expected get_data_from_transfer_queue with "
-        "parameters args, tq_client, data_fields, partition_id, broadcast_pp, per_rank_fetch, "
+        "parameters args, tq_client, data_fields, partition_id, broadcast_pp, per_rank_fetch, and "
+        "get_tensor_and_context_parallel_group and get_pipeline_model_parallel_group of megatron.core.parallel_state, "
         f"found {found}; run this version of the host without flags of relax-tq-rdma"
     )
+
+
+MEGATRON = "megatron.core.parallel_state"
+GROUPS = "def get_tensor_and_context_parallel_group(): pass\ndef get_pipeline_model_parallel_group(): pass\n"
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_groups_of_a_cohort_are_looked_for_in_megatron(host: Any, loaded: bool) -> None:
+    """Which is read and not run, unless it is loaded already."""
+    host(MEGATRON, GROUPS)
+    assert RelaxConsumer().check().ok
+    host(MEGATRON, GROUPS.replace("get_pipeline_model_parallel_group", "get_pipeline_group"))
+    host("megatron.core.__init__", "" if loaded else "raise ImportError('no GPU')")
+    if loaded:
+        importlib.import_module(MEGATRON)
+    report = RelaxConsumer().check()
+    assert (MEGATRON in sys.modules) == loaded
+    assert (report.ok, report.found) == (False, f"no {MEGATRON}.get_pipeline_model_parallel_group")
+
+
+def test_a_node_without_megatron_is_asked_no_more(host: Any) -> None:
+    assert RelaxConsumer().check().ok
+    host("megatron.energon", "")  # a neighbour in the same namespace
+    assert RelaxConsumer().check().ok
 
 
 def test_an_absent_host_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,11 +73,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     seams: list[RelaxController] = []
     with modules_in(tmp_path, monkeypatch) as write:
 
-        def make(before: Callable[[], None] = lambda: None) -> Host:
+        def make(before: Callable[[], None] = lambda: None, own: bool = True) -> Host:
             write(MODULE, HOST)
             steps: list[str] = []
             plane = Plane(steps)
-            seam = RelaxController(plane, before, lambda: steps.append("compared"), lambda env: {**env, "hook": "ours"})
+            after, for_actors = lambda: steps.append("compared"), lambda env: {**env, "hook": "ours"}
+            seam = RelaxController(plane if own else None, before, after, for_actors)
             assert seam.check().ok
             seam.apply()
             module = importlib.import_module(MODULE)
@@ -160,13 +161,14 @@ def test_a_host_that_goes_past_transfer_queue_init_is_refused(start: Start) -> N
         host.Controller(host.config(start=lambda: None))
 
 
-def test_without_a_data_plane_of_ours_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with modules_in(tmp_path, monkeypatch) as write:
-        write(MODULE, HOST)
-        module = importlib.import_module(MODULE)
-        before = dict(vars(module.Controller))
-        RelaxController().apply()
-        assert dict(vars(module.Controller)) == before
+def test_a_data_plane_of_the_host_is_started_when_the_nodes_are_ready_and_ended_by_the_host(start: Start) -> None:
+    ready: list[bool] = []
+    host = start(before=lambda: ready.append(True), own=False)
+    config = host.config(start=lambda: None)
+    controller = host.Controller(config, {})
+    assert (ready, config.environments) == ([True], [{"hook": "ours"}])
+    controller.shutdown()
+    assert host.steps == ["data system", "compared", "shutdown"]
 
 
 def test_removed_it_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from node_reports import good, names
 
+from relax_tq_rdma.compat import HostFacts
 from relax_tq_rdma.errors import StartError, UsageError
 from relax_tq_rdma.section import read_section
 from relax_tq_rdma.settings import Settings
@@ -124,7 +125,7 @@ class FakePort:
             self.state = Controller.ABSENT
         return outcome
 
-    def begin(self, settings: Settings, conf: Any = None) -> Started:
+    def begin(self, settings: Settings, conf: Any = None, host: HostFacts | None = None) -> Started:
         self.lines: list[str] = []
         self.fallbacks: list[Fallback] = []
         return start_job(
@@ -132,6 +133,7 @@ class FakePort:
             conf,
             self,
             job="f00d",
+            host=host,
             clock=self.clock,
             emit=self.lines.append,
             on_fallback=self.fallbacks.append,
@@ -193,6 +195,19 @@ def test_a_node_without_rdma_takes_the_whole_job_to_tcp() -> None:
     )
     assert port.fallbacks == list(started.decision.fallbacks)
     assert parse_start_line(started.line)["fallback"] == "MooncakeStore/rdma>MooncakeStore/tcp@node-1:rdma_port"
+
+
+def test_what_a_fallback_brings_with_it_is_said_before_the_start_line() -> None:
+    settings = msgspec.structs.replace(TCP, per_rank_fetch="on", host_staging=True)
+    host = HostFacts(tensor_parallel=4, num_data_storage_units=1, multimodal=True)
+    undisturbed = FakePort()
+    assert undisturbed.begin(settings, host=host).line == undisturbed.lines[-1]
+    assert not any("WARNING" in line for line in undisturbed.lines)
+    port = FakePort(preflight=[Problem(reason="no answer", check="master")])
+    started = port.begin(settings, host=host)
+    assert started.decision.backend == "SimpleStorage"
+    assert port.lines[-2].startswith("[dataplane] WARNING per-rank fetch with fewer storage units than TP ranks")
+    assert port.lines[-1] == started.line
 
 
 # --- F10: the named controller ----------------------------------------------------------------------------------------
