@@ -31,7 +31,7 @@ def check_memlock(tree: Tree, plan: MemoryPlan) -> Check:
     The kernel counts pinned pages per process, so the limit is held against one process; a limit below the node's sum
     is reported as degraded, because some set-ups count per user.
     """
-    name, need, total = "memlock", plan.process_bytes, plan.node_bytes
+    name, need, total = "memlock", plan.pinned_bytes, plan.reserved_bytes
     if _may_lock_without_limit(tree):
         return Check(name=name, status="ok", evidence=f"CAP_IPC_LOCK is effective: no limit (need {shown(total)})")
     limit, problem = memlock_limit(tree)
@@ -84,7 +84,9 @@ def check_memory(tree: Tree, plan: MemoryPlan) -> Check:
     """Free memory of the node, or of its control group when that is tighter, against the plan."""
     free, where = available_memory(tree)
     lines = f"{plan.processes} processes" + (f", {plan.mounting} with a segment" if plan.sizes.segment else "")
-    need = f"need {shown(plan.node_bytes)} ({lines})"
+    need = f"need {shown(plan.reserved_bytes)} ({lines})"
+    if plan.node_bytes > plan.reserved_bytes:
+        need = f"need {shown(plan.reserved_bytes)} and up to {shown(plan.node_bytes)} with what is kept ({lines})"
     if free is None:
         return Check(
             name="memory",
@@ -92,9 +94,12 @@ def check_memory(tree: Tree, plan: MemoryPlan) -> Check:
             evidence=f"{need}; free memory not measured: {where}",
             fix="make /proc/meminfo readable",
         )
-    if free < plan.node_bytes:
+    if free < plan.reserved_bytes:
         fix = f"lower {env.SEGMENT_MB.name}, {env.LOCAL_BUFFER_MB.name} or --tq-host-staging-mb"
         return Check(name="memory", status="missing", evidence=f"{need}, {shown(free)} free in {where}", fix=fix)
+    if free < plan.node_bytes:
+        fix = f"lower --tq-host-staging-mb, {env.RECYCLED_MB.name} or {env.DEDUP_CACHE_MB.name}"
+        return Check(name="memory", status="degraded", evidence=f"{need}, {shown(free)} free in {where}", fix=fix)
     return Check(name="memory", status="ok", evidence=f"{need}, {shown(free)} free")
 
 

@@ -14,21 +14,29 @@ from relax_tq_rdma.errors import UsageError
 from relax_tq_rdma.settings import Settings
 
 MIB = 1024 * 1024
+_MOST_DIGITS = 12  # of a size: a MiB count of more is a slip of the keyboard, and no 64-bit number of bytes
 SMALLEST_STAGING = 16 * MIB
 """A pool that had to shrink below this serves too little to be worth its memory."""
 
 
 class ClientSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What one client process allocates, in bytes; ``gpu_staging`` is GPU memory, everything else host memory."""
+    """What one client process allocates, in bytes; ``gpu_staging`` is GPU memory, everything else host memory.
+
+    The last three fill up as batches pass, and are never pinned: ``results`` and ``copies`` are memory of earlier
+    batches that is used again (of the staging, and of deduplicated rows), ``sources`` the rows that others refer to.
+    """
 
     segment: int
     buffer: int
     staging: int
     gpu_staging: int
+    results: int = 0
+    copies: int = 0
+    sources: int = 0
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node needs. ``mounting`` of its ``processes`` hold a segment. Bytes."""
+    """What one node needs. ``mounting`` of its ``processes`` hold a segment. Bytes of host memory."""
 
     sizes: ClientSizes
     processes: int
@@ -36,14 +44,28 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     lazy: bool
 
     @property
-    def process_bytes(self) -> int:
-        """Host memory of a process that mounts a segment: what it pins under RDMA."""
+    def pinned_bytes(self) -> int:
+        """What a process that mounts a segment pins under RDMA."""
         return self.sizes.segment + self.sizes.buffer + self.sizes.staging
 
     @property
-    def node_bytes(self) -> int:
-        """Host memory of all client processes of the node."""
+    def process_bytes(self) -> int:
+        """Most of a process that mounts a segment."""
+        return self.pinned_bytes + self._kept
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What all client processes of the node take before they keep anything."""
         return self.mounting * self.sizes.segment + self.processes * (self.sizes.buffer + self.sizes.staging)
+
+    @property
+    def node_bytes(self) -> int:
+        """Most of all client processes of the node."""
+        return self.reserved_bytes + self.processes * self._kept
+
+    @property
+    def _kept(self) -> int:
+        return self.sizes.results + self.sizes.copies + self.sizes.sources
 
     @property
     def largest_region(self) -> int:
@@ -69,7 +91,7 @@ def mebibytes(variable: env.Variable) -> int:
         UsageError: it is not a whole number of MiB above 0.
     """
     text = variable.read().strip()
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) > 0):
         raise UsageError(f"{variable.name}={text!r}: expected MiB as a whole number above 0, for example 4096")
     return int(text) * MIB
 
@@ -78,13 +100,17 @@ def client_sizes(settings: Settings) -> ClientSizes:
     """Sizes of each client of a Mooncake job.
 
     Raises:
-        UsageError: ``RTQ_SEGMENT_MB`` or ``RTQ_LOCAL_BUFFER_MB`` is no size.
+        UsageError: an ``RTQ_*`` variable that holds a size is not one.
     """
+    staging = settings.host_staging_mb * MIB if settings.host_staging else 0
     return ClientSizes(
         segment=mebibytes(env.SEGMENT_MB),
         buffer=mebibytes(env.LOCAL_BUFFER_MB),
-        staging=settings.host_staging_mb * MIB if settings.host_staging else 0,
+        staging=staging,
         gpu_staging=settings.gdr_staging_mb * MIB if settings.use_gdr else 0,
+        results=staging,  # a reader may be given as much again as the pool lends
+        copies=mebibytes(env.RECYCLED_MB) if settings.dedup_multimodal else 0,
+        sources=mebibytes(env.DEDUP_CACHE_MB) if settings.dedup_multimodal else 0,
     )
 
 
@@ -115,6 +141,9 @@ def rows(plan: MemoryPlan) -> list[PlanRow]:
         ("segment", "host", plan.sizes.segment, plan.mounting, env.SEGMENT_MB.name),
         ("local buffer", "host", plan.sizes.buffer, plan.processes, env.LOCAL_BUFFER_MB.name),
         ("host staging", "host", plan.sizes.staging, plan.processes, "--tq-host-staging-mb"),
+        ("results, reused", "host", plan.sizes.results, plan.processes, "--tq-host-staging-mb"),
+        ("copies, reused", "host", plan.sizes.copies, plan.processes, env.RECYCLED_MB.name),
+        ("dedup cache", "host", plan.sizes.sources, plan.processes, env.DEDUP_CACHE_MB.name),
         ("GDR staging", "gpu", plan.sizes.gpu_staging, plan.processes, "--tq-gdr-staging-mb"),
     )
     return [

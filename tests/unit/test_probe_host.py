@@ -19,8 +19,8 @@ from tests.fake_tree import GIB, FakeTree, as_nobody, healthy, public_folder
 SYSTEM = Tree(Path("/"))
 
 
-def needs(mib: int, processes: int = 1, staging: int = 0) -> MemoryPlan:
-    sizes = ClientSizes(segment=mib * MIB, buffer=0, staging=staging * MIB, gpu_staging=0)
+def needs(mib: int, processes: int = 1, staging: int = 0, kept: int = 0) -> MemoryPlan:
+    sizes = ClientSizes(segment=mib * MIB, buffer=0, staging=staging * MIB, gpu_staging=0, sources=kept * MIB)
     return MemoryPlan(sizes=sizes, processes=processes, mounting=processes, lazy=True)
 
 
@@ -108,6 +108,17 @@ def test_memory_against_the_plan(tmp_path: Path) -> None:
     check = host_checks.check_memory(tree, needs(4096, processes=3))
     assert check.status == "missing"
     assert "need 12 GiB (3 processes, 3 with a segment), 8 GiB free in this node" in check.evidence
+
+
+def test_what_readers_keep_is_a_limit_and_no_reason_not_to_start(tmp_path: Path) -> None:
+    tree = Tree(FakeTree(tmp_path).memory(8 * GIB).root)
+    assert host_checks.check_memory(tree, needs(2048, kept=1024)).status == "ok"
+    check = host_checks.check_memory(tree, needs(2048, processes=3, kept=1024))
+    assert check.status == "degraded"
+    assert "need 6 GiB and up to 9 GiB with what is kept" in check.evidence
+    assert "RTQ_DEDUP_CACHE_MB" in check.fix
+    memlock = FakeTree(tmp_path / "limits").root
+    assert "9 GiB" not in host_checks.check_memlock(Tree(memlock), needs(2048, processes=3, kept=1024)).evidence
 
 
 def test_the_control_group_is_tighter_than_the_node(tmp_path: Path) -> None:
