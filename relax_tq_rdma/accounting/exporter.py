@@ -20,6 +20,8 @@ from relax_tq_rdma.accounting import names, snapshot
 from relax_tq_rdma.accounting.names import METRICS, Metric
 from relax_tq_rdma.accounting.notes import reason, say_once
 from relax_tq_rdma.accounting.records import Histogram, Totals
+from relax_tq_rdma.errors import UsageError
+from relax_tq_rdma.transport.address import parse
 
 DEFAULT_HOST = "127.0.0.1"
 
@@ -196,8 +198,9 @@ def _try_hold(path: Path) -> int | None:
 def _parse(address: str) -> tuple[str, int] | None:
     if not address:
         return None
-    host, _, port = address.rpartition(":")
-    if port.isascii() and port.isdigit() and 0 < int(port) < 65536:
-        return host.strip("[]") or DEFAULT_HOST, int(port)
-    say_once("address", f"metrics are not served: RTQ_METRICS_PORT={address!r} is neither a port nor address:port")
-    return None
+    try:
+        found = parse(address if ":" in address else f"{DEFAULT_HOST}:{address}")
+    except UsageError:
+        say_once("address", f"metrics are not served: RTQ_METRICS_PORT={address!r} is neither a port nor address:port")
+        return None
+    return found.host, found.port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -28,11 +29,27 @@ class Journal:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab") as file:
-                file.write(b"".join(lines))
+            _append(self.path, b"".join(lines))
         except OSError as exc:
             say_once(
                 "journal",
                 f"the per-field accounting of this process is not written to {self.path} ({reason(exc)}): "
                 "set RTQ_ACCOUNTING_DIR to a folder that can be written",
             )
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append all of it or nothing: half a line on a full disk would spoil the next one too.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with open(path, "ab", buffering=0) as file:
+        start = file.tell()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(start)
+            raise

@@ -122,7 +122,7 @@ class Accounting:
                 )
                 self._publisher.backend = self._backend
                 self._publisher.start()
-            except (StartError, RuntimeError) as exc:  # RuntimeError: no thread can start, or /proc is not there
+            except (StartError, OSError, RuntimeError) as exc:  # no working folder, no thread, no /proc
                 say_once("publisher", f"metrics of this process are not published: {exc}")
             if multiprocessing.parent_process() is not None:
                 # A forked child of multiprocessing ends by os._exit: atexit never runs there, finalizers do.

@@ -228,7 +228,9 @@ def test_a_port_in_use_is_one_sentence_and_is_taken_once_free(folder, port, endp
     assert endpoint.serving
 
 
-@pytest.mark.parametrize("address", ["nine", "0", "70000", "127.0.0.1:", "-1"])
+@pytest.mark.parametrize(
+    "address", ["nine", "0", "70000", "127.0.0.1:", "-1", "\u0665:9400", "a" * 70 + ":9400", "../x:9400", "::1:9400"]
+)
 def test_an_address_that_is_none_is_one_sentence(folder, address, caplog):
     Endpoint(folder, address).keep_up()
     (record,) = caplog.records

@@ -13,6 +13,7 @@ from relax_tq_rdma.accounting import notes
 from relax_tq_rdma.accounting.journal import Journal
 from relax_tq_rdma.accounting.lines import parse_step_line, step_line
 from relax_tq_rdma.accounting.records import FieldFlow, Flow, PoolState, Staged, StepSummary
+from tests.accounting_process import python
 
 
 def summary(**changes):
@@ -136,6 +137,29 @@ def test_a_full_disk_or_bad_folder_costs_one_warning_and_no_error(where, caplog,
     (record,) = caplog.records
     assert where in record.getMessage()
     assert "RTQ_ACCOUNTING_DIR" in record.getMessage()
+
+
+def test_a_disk_that_fills_up_in_mid_line_spoils_no_other_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    done = python(
+        f"""
+import resource
+from pathlib import Path
+from tests.unit.test_accounting_lines import FIELD, summary
+from relax_tq_rdma.accounting.journal import Journal
+journal = Journal(Path({str(path)!r}))
+journal.write(summary(fields=(FIELD,), update=1))
+size = journal.path.stat().st_size
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size * 3 // 2, hard))
+journal.write(summary(fields=(FIELD,), update=2))
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+journal.write(summary(fields=(FIELD,), update=3))
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert "is not written" in done.stderr
+    assert [json.loads(line)["update"] for line in path.read_text().splitlines()] == [1, 3]
 
 
 def staged_step(**pool):

@@ -158,6 +158,30 @@ def test_the_last_step_line_comes_at_exit(run_dir):
     assert done.stdout == ""
 
 
+def test_no_place_to_write_costs_the_metrics_and_nothing_else(tmp_path):
+    done = python(
+        f"""
+import os, tempfile
+gone = {str(tmp_path / "gone")!r}
+os.mkdir(gone)
+os.chdir(gone)
+os.rmdir(gone)
+tempfile._candidate_tempdir_list = lambda: ["/dev/null"]
+from relax_tq_rdma import accounting
+accounting.configure("verbose", job="job")
+ledger = accounting.ledger()
+ledger.end(ledger.begin("put", "train_0"), "ok")
+accounting.current().tick()
+accounting.configure("off")
+""",
+        RTQ_RUN_DIR="",
+        XDG_RUNTIME_DIR="",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("metrics of this process are not published") == 1
+    assert "step=train_0" in done.stderr
+
+
 def test_importing_and_using_it_while_off_is_light():
     done = python(
         """

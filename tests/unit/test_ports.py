@@ -147,6 +147,16 @@ def test_a_session_folder_that_is_gone_is_not_used(monkeypatch, tmp_path):
     assert run_dir() == tmp_path / f"relax-tq-rdma-{os.getuid()}"
 
 
+def test_a_full_disk_everywhere_is_one_sentence(monkeypatch):
+    """tempfile tries each candidate by writing to it."""
+    monkeypatch.setenv("RTQ_RUN_DIR", "")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/dev/null"])
+    with pytest.raises(StartError, match=r"no place for a run folder \(No usable temporary directory.*set RTQ_RUN_DIR"):
+        run_dir()
+
+
 def refusal(monkeypatch, folder):
     monkeypatch.setenv("RTQ_RUN_DIR", str(folder))
     with pytest.raises(StartError) as told:
