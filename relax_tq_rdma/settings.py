@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import msgspec
 
 from relax_tq_rdma.errors import UsageError
 from relax_tq_rdma.flags import FLAGS, add_arguments
+from relax_tq_rdma.usage import Parser
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,9 +49,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             UsageError: an unknown flag or a bad value; the message names it.
         """
-        parser = _RaisingParser(add_help=False, allow_abbrev=False)
+        parser = Parser(add_help=False)
         add_arguments(parser)
-        return cls.from_args(parser.parse_args(list(argv)))
+        return cls.from_args(parser.parse_args(argv))
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Settings:
@@ -134,10 +135,3 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             and not self.dedup_multimodal
             and self.per_rank_fetch in ("auto", "host")
         )
-
-
-class _RaisingParser(argparse.ArgumentParser):
-    """argparse that raises instead of exiting: a library must not end its caller's process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from relax_tq_rdma.accounting import names, snapshot
 from relax_tq_rdma.accounting.records import Totals
 from relax_tq_rdma.accounting.snapshot import NodeView
-from relax_tq_rdma.errors import DataplaneError, UsageError
+from relax_tq_rdma.errors import DataplaneError
 from relax_tq_rdma.transport.rundir import run_dir
+from relax_tq_rdma.usage import Parser
 
 SCHEMA = 1
 
@@ -25,7 +25,7 @@ def run(argv: list[str]) -> int:
         UsageError: a wrong argument.
         DataplaneError: no job of this node has published anything.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="relax-tq-rdma metrics",
         description="Show the byte and stage totals of a job on this node, from what its processes have published.",
     )
@@ -145,8 +145,3 @@ def _table(*columns: str) -> Any:
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
     return table
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)

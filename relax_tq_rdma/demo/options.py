@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from relax_tq_rdma.demo.mesh import Mesh
 from relax_tq_rdma.errors import UsageError
 from relax_tq_rdma.flags import add_arguments
 from relax_tq_rdma.settings import Settings
+from relax_tq_rdma.usage import Parser
 
 MAX_STAGES = 4  # layers of the model
 MAX_TP = 8
@@ -56,10 +55,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, Settings]:
     Raises:
         UsageError: unknown flag (the message names the closest one), bad value or impossible combination.
     """
-    parser = _parser()
-    args, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        raise UsageError(_unknown(unknown[0], parser))
+    args = _parser().parse_args(argv)
     options = Options(
         steps=args.steps,
         prompts=args.prompts,
@@ -82,24 +78,14 @@ def parse(argv: Sequence[str]) -> tuple[Options, Settings]:
 
 def without_plugin(argv: Sequence[str]) -> list[str]:
     """``argv`` without the plugin's flags and their values: today's path for the same job."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False)
     add_arguments(parser)
     return parser.parse_known_args(list(argv))[1]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see relax-tq-rdma demo --help)")
-
-
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     default = Options()
-    parser = _Parser(
-        prog="relax-tq-rdma demo",
-        description=DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="relax-tq-rdma demo", description=DESCRIPTION)
     job = parser.add_argument_group("job")
     counts = [
         ("--steps", default.steps, 1, "optimiser steps"),
@@ -164,15 +150,6 @@ def _seed(text: str) -> int:
     if not 0 <= value < 2**63:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 2^63 - 1, got {text}")
     return value
-
-
-def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    name = word.split("=", 1)[0]
-    if not name.startswith("-"):
-        return f"unexpected argument {word!r} (see relax-tq-rdma demo --help)"
-    known = [option for action in parser._actions for option in action.option_strings]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"unknown flag {name}" + (f", did you mean {close[0]}?" if close else " (see relax-tq-rdma demo --help)")
 
 
 def _check(options: Options) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from relax_tq_rdma import env
 from relax_tq_rdma.errors import UsageError
 from relax_tq_rdma.flags import add_arguments
 from relax_tq_rdma.settings import Settings
+from relax_tq_rdma.usage import Parser
 
 DESCRIPTION = """\
 Look at this node (or, with --cluster, at every node of the Ray cluster) and say what a job with the given flags would
@@ -39,10 +38,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, Settings]:
     Raises:
         UsageError: an unknown flag (the message names the closest one), a bad value, or an unreadable root.
     """
-    parser = _parser()
-    args, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        raise UsageError(_unknown(unknown[0], parser))
+    args = _parser().parse_args(argv)
     if args.cluster and args.root is not None:
         raise UsageError(
             f"--root is for one node and --cluster looks at all: drop one of them (a node of a cluster takes its root "
@@ -62,18 +58,8 @@ def parse(argv: Sequence[str]) -> tuple[Options, Settings]:
     return options, Settings.from_args(args)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message.removeprefix('argument ')} (see relax-tq-rdma doctor --help)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="relax-tq-rdma doctor",
-        description=DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="relax-tq-rdma doctor", description=DESCRIPTION)
     own = parser.add_argument_group("doctor")
     own.add_argument("--cluster", action="store_true", help="look at every alive node of the running Ray cluster")
     own.add_argument(
@@ -102,15 +88,6 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
-
-
-def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    name = word.split("=", 1)[0]
-    if not name.startswith("-"):
-        return f"unexpected argument {word!r} (see relax-tq-rdma doctor --help)"
-    known = [option for action in parser._actions for option in action.option_strings]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"unknown flag {name}: " + (f"did you mean {close[0]}?" if close else "see relax-tq-rdma doctor --help")
 
 
 def _folder(text: str, source: str) -> Path:

@@ -31,9 +31,9 @@ def test_job_and_plugin_flags_together():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--step", "3"], "unknown flag --step, did you mean --steps?"),
+        (["--step", "3"], "unknown flag --step: did you mean --steps?"),
         (["--tq-normalise-multimodal"], "did you mean --tq-normalize-multimodal?"),
-        (["--dataplane-acounting=summary"], "unknown flag --dataplane-acounting, did you mean --dataplane-accounting?"),
+        (["--dataplane-acounting=summary"], "unknown flag --dataplane-acounting: did you mean --dataplane-accounting?"),
         (["--zzzzzz"], "unknown flag --zzzzzz (see"),
         (["steps"], "unexpected argument 'steps'"),
         (["--steps", "0"], "--steps: expected 1 or more, got 0"),

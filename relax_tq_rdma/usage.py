@@ -1,0 +1,45 @@
+"""The parser of the plugin's commands: argparse whose complaints are exceptions, with the nearest flag in them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from relax_tq_rdma.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises :class:`UsageError` where argparse ends the process, and takes a description as it is written.
+
+    ``--help`` (unless ``add_help=False``) prints and ends with 0. Flags are never guessed from a beginning.
+    """
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **named)
+
+    def parse_args(  # type: ignore[override]  # a namespace to fill is of no use here
+        self, argv: Sequence[str]
+    ) -> argparse.Namespace:
+        """
+        Raises:
+            UsageError: an unknown flag (the message names the closest one), a bad value or a missing one.
+        """
+        args, unknown = self.parse_known_args(list(argv))
+        if unknown:
+            raise UsageError(self._unknown(unknown[0]))
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument ") + (f" (see {self.prog} --help)" if self.add_help else ""))
+
+    def _unknown(self, word: str) -> str:
+        name = word.partition("=")[0]
+        if not name.startswith("-"):
+            self.error(f"unexpected argument {word!r}")
+        known = {option.lstrip("-"): option for option in self._option_string_actions}
+        close = difflib.get_close_matches(name.lstrip("-"), known, n=1)
+        if not close:
+            self.error(f"unknown flag {name}")
+        return f"unknown flag {name}: did you mean {known[close[0]]}?"
