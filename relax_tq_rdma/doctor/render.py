@@ -75,8 +75,8 @@ def _checks_table(reports: Sequence[NodeReport], width: int) -> Table:
             name = ""
     skipped = {check.name: check.evidence for report in reports for check in report.checks if check.status == "skipped"}
     for why in dict.fromkeys(skipped.values()):
-        names = ", ".join(name for name, evidence in skipped.items() if evidence == why)
-        table.add_row("", Text("skipped", style="dim"), Text(f"{names}: {why}", style="dim"))
+        names = "\n".join(name for name, evidence in skipped.items() if evidence == why)
+        table.add_row(names, Text("skipped", style="dim"), Text(why, style="dim"))
     return table
 
 
@@ -175,7 +175,7 @@ def _verdict(console: Console, diagnosis: Diagnosis) -> None:
     console.print()
     decision = diagnosis.decision
     if decision is None:
-        console.print(Text.assemble(("the job would NOT START: ", "bold red"), diagnosis.refusal))
+        console.print(Text.assemble(("the job would NOT START: ", "bold red"), _refusal(diagnosis)))
         return
     _fallbacks(console, decision)
     _title(console, "start line, before verification")
@@ -188,6 +188,15 @@ def _verdict(console: Console, diagnosis: Diagnosis) -> None:
         )
     else:
         console.print(Text.assemble(("ok: ", "bold green"), f"the job would start on {decision.rung}"))
+
+
+def _refusal(diagnosis: Diagnosis) -> str:
+    """Why it would not start, without the sentences that were shown already."""
+    if diagnosis.rejects:
+        return "its flags cannot go together (see reject above)"
+    if any(seam.needed and not seam.ok for seam in diagnosis.seams):
+        return "a seam does not fit (see FAILED above)"
+    return diagnosis.refusal
 
 
 def _fallbacks(console: Console, decision: Decision) -> None:

@@ -43,11 +43,11 @@ def check_rdma(
         The three checks, and the usable devices in natural order (or in the order asked for).
     """
     if _FORCE_TCP in environ:
-        return [_forced_tcp(), _nothing_left(PORT), _nothing_left(GID)], ()
+        return [_forced_tcp(), _nothing_left(PORT, DEVICE), _nothing_left(GID, DEVICE)], ()
     engine = EngineEnv.read(environ)
     hcas = read_hcas(tree)
     if not hcas and not request:
-        return [_no_device(tree), _nothing_left(PORT), _nothing_left(GID)], ()
+        return [_no_device(tree), _nothing_left(PORT, DEVICE), _nothing_left(GID, DEVICE)], ()
     known = {hca.name: hca for hca in hcas}
     asked = request or [DeviceRequest(hca.name) for hca in hcas]
     verdicts = [
@@ -120,8 +120,9 @@ def _unknown(tree: Tree, request: DeviceRequest, hcas: Sequence[Hca]) -> Verdict
     return Verdict(str(request), DEVICE, reason, fix)
 
 
-def _nothing_left(gate: str) -> Check:
-    return Check(name=gate, status="missing", evidence="no device got this far", fix="mend the check above")
+def _nothing_left(gate: str, before: str) -> Check:
+    """No device is left to look at; the fix is that of the check ``before``."""
+    return Check(name=gate, status="missing", evidence=f"no device passed {before}")
 
 
 def _gate(gate: str, verdicts: Sequence[Verdict], *, named: bool) -> Check:
@@ -131,7 +132,7 @@ def _gate(gate: str, verdicts: Sequence[Verdict], *, named: bool) -> Check:
     passed = [v for v in reached if v.gate != gate]
     failed = [v for v in reached if v.gate == gate]
     if not reached:
-        return _nothing_left(gate)
+        return _nothing_left(gate, max((v.gate for v in verdicts), key=order.index))
     good = not failed if named else bool(passed)
     words = {DEVICE: "opens: ", PORT: "active: ", GID: ""}
     texts = [words[gate] + ", ".join(_gid_text(v) if gate == GID else v.name for v in passed)] if passed else []

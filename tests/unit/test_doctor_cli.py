@@ -158,7 +158,9 @@ def test_flags_that_contradict_one_another_do_not_start(tmp_path: Path, capsys: 
     assert "--tq-transport rdma" in out["refusal"]
     assert [m["verdict"] for m in out["matrix"]] == ["reject"]
     run(["--root", str(tmp_path), "--tq-transport", "rdma"])
-    assert "the job would NOT START: --tq-transport rdma" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count(out["refusal"]) == 1, "the sentence stands beside its rule, and is not repeated"
+    assert shown.endswith("the job would NOT START: its flags cannot go together (see reject above)")
 
 
 def test_a_seam_that_does_not_fit_stops_the_job(
@@ -171,7 +173,9 @@ def test_a_seam_that_does_not_fit_stops_the_job(
     assert (code, out["ok"], out["refusal"]) == (1, False, bad.text)
     assert [s["ok"] for s in out["seams"]] == [True, False]
     run(["--root", str(root), *AUTO])
-    assert "FAILED seam T1 does not fit TransferQueue 0.1.11" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "FAILED seam T1 does not fit TransferQueue 0.1.11" in shown
+    assert shown.endswith("the job would NOT START: a seam does not fit (see FAILED above)")
     code, out = data(capsys, root)
     assert (code, out["seams"]) == (0, []), "with all layers off nobody looks"
 
@@ -221,6 +225,30 @@ def test_80_columns_in_a_pipe_without_colours(tmp_path: Path) -> None:
     text = " ".join(" ".join(lines).split())
     for word in ("mlx5_0: port 1 is DOWN", "limit 64 KiB", "fix: raise the limit", "DEGRADED"):
         assert word in text
+
+
+def test_every_row_of_the_table_names_its_check(tmp_path: Path) -> None:
+    options, settings = parse(["--root", str(healthy(tmp_path).root), *MOONCAKE])
+    table = shown(examine(options, settings)).split("\n\n")[0].splitlines()[2:]
+    assert {line.split()[0] for line in table if not line.startswith(" ")} == set(CHECKS)
+    (gdr,) = [line.split(maxsplit=2) for line in table if line.startswith("gdr")]
+    assert gdr == ["gdr"]  # the last of a group that was skipped for one reason
+    options, settings = parse(["--root", str(healthy(tmp_path).root), *AUTO])
+    assert "gdr skipped not asked for: --tq-use-gdr is off" in _words(shown(examine(options, settings)))
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_checks_that_no_device_reaches_name_the_one_that_stopped_it(tmp_path: Path) -> None:
+    tree = healthy(tmp_path).port_state("1: DOWN")
+    options, settings = parse(["--root", str(tree.root), *AUTO])
+    assert "rdma_gid MISSING no device passed rdma_port memlock" in _words(shown(examine(options, settings)))
+    tree.without_rdma()
+    text = shown(examine(options, settings))
+    assert text.count("no device passed rdma_device") == 2
+    assert "above" not in text
 
 
 def test_what_files_hold_cannot_steer_a_terminal(tmp_path: Path) -> None:
@@ -309,7 +337,7 @@ def test_explain_flags(capsys: pytest.CaptureFixture[str]) -> None:
         (["--tq-rdma-mod", "auto"], "unknown flag --tq-rdma-mod: did you mean --tq-rdma-mode?"),
         (["--tq-transprot=rdma"], "unknown flag --tq-transprot: did you mean --tq-transport?"),
         (["--clutser"], "did you mean --cluster?"),
-        (["--qqqqqqq"], "unknown flag --qqqqqqq: see"),
+        (["--qqqqqqq"], "unknown flag --qqqqqqq (see relax-tq-rdma doctor --help)"),
         (["now"], "unexpected argument 'now'"),
         (["--tq-transport", "roce"], "--tq-transport: invalid choice: 'roce'"),
         (["--tq-init-timeout-seconds", "soon"], "--tq-init-timeout-seconds: expected seconds"),
@@ -370,7 +398,7 @@ def test_a_run_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_cluster_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # the import then fails, as where Ray is not installed
-    with pytest.raises(StartError, match="--cluster needs Ray"):
+    with pytest.raises(StartError, match="cannot be joined without Ray"):
         run(["--cluster", *AUTO])
 
 

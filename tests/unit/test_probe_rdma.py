@@ -37,7 +37,8 @@ def look(
     assert [c.name for c in checks] == ["rdma_device", "rdma_port", "rdma_gid"]
     for check in checks:
         assert check.evidence
-        assert check.status == "ok" or check.fix, f"{check.name} has no way out"
+        follows = check.evidence.startswith("no device passed rdma_")  # the way out is that of the check it names
+        assert check.status == "ok" or bool(check.fix) != follows, f"{check.name} has no way out"
     return device, port, gid, list(usable)
 
 
