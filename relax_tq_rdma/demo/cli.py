@@ -11,6 +11,7 @@ import sys
 from relax_tq_rdma.demo import signals
 from relax_tq_rdma.demo.options import Options, parse
 from relax_tq_rdma.settings import Settings
+from relax_tq_rdma.words import count
 
 
 def run(argv: list[str]) -> int:
@@ -49,7 +50,7 @@ def _drive(options: Options, settings: Settings) -> int:
     report = Reporter(json=options.json, quiet=options.quiet)
     result = run_job(options, settings, report)
     report.line(
-        f"done: {options.steps} steps, loss {result.losses[0]:+.6f} -> {result.losses[-1]:+.6f}, "
+        f"done: {count(options.steps, 'step')}, loss {result.losses[0]:+.6f} -> {result.losses[-1]:+.6f}, "
         f"payload digest {result.payload_digest}"
     )
     if options.json:

@@ -21,6 +21,7 @@ from relax_tq_rdma.demo.workers import Workers
 from relax_tq_rdma.errors import TransferError
 from relax_tq_rdma.fanout.choice import resolve_per_rank_fetch
 from relax_tq_rdma.settings import Settings
+from relax_tq_rdma.words import count
 
 
 def run_job(options: Options, settings: Settings, report: Reporter) -> JobResult:
@@ -47,7 +48,7 @@ def run_job(options: Options, settings: Settings, report: Reporter) -> JobResult
         workers = Workers(options, settings)
         stack.callback(_undisturbed, workers.stop)
         workers.connect(system.config, per_rank=choice.on)
-        report.phase(f"training {options.steps} steps")
+        report.phase(f"training {count(options.steps, 'step')}")
         losses, steps = _train(options, workers, report)
         total = digest.combined(bytes.fromhex(step.payload_digest) for step in steps)
         report.phase("stopping")

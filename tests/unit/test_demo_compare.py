@@ -46,23 +46,52 @@ def test_identical_runs_pass_with_a_table(runs, capsys):
         ["--steps", "2", "--dataplane-accounting", "summary", "--json"],
     ]
     shown = capsys.readouterr().out
-    assert shown.count("identical") == 4
-    assert "SimpleStorage/zmq" in shown
+    *table, verdict = shown.splitlines()
+    assert "\n".join(table).count("identical") == 3
     assert "0.400" in shown
+    assert verdict == (
+        "identical: every loss and every byte of the payload of 2 steps, today's path on SimpleStorage/zmq, "
+        "the chosen one on SimpleStorage/zmq"
+    )
+
+
+def test_another_backend_is_no_difference(runs, capsys):
+    runs[0][1]["decision"] |= {"backend": "MooncakeStore", "protocol": "tcp"}
+    assert run() == 0
+    shown = capsys.readouterr().out
+    assert "differ" not in shown.lower()
+    assert shown.rstrip().endswith("the chosen one on MooncakeStore/tcp")
+
+
+def test_a_fallback_is_told_with_the_verdict(runs, capsys):
+    step = {
+        "from": "MooncakeStore/tcp",
+        "to": "SimpleStorage/zmq",
+        "reason": "no wheel",
+        "node": "a",
+        "check": "mooncake",
+    }
+    runs[0][1]["decision"]["fallbacks"] = [step]
+    assert run() == 0
+    shown = capsys.readouterr().out
+    assert shown.rstrip().endswith("the chosen one on SimpleStorage/zmq after a fallback from MooncakeStore/tcp")
 
 
 def test_one_bit_fails_and_is_named(runs, capsys):
     runs[0][1]["losses"][1] += 2**-55
     assert run() == 1
     shown = capsys.readouterr()
-    assert "differs" in shown.out
-    assert "the two paths differ: loss of step 1: 0.125 against 0.12500000000000003" in shown.err
+    assert "DIFFERS" in shown.out
+    verdict = shown.out.splitlines()[-1]
+    assert verdict == "NOT identical: loss of step 1: 0.125 against 0.12500000000000003"
 
 
 def test_json_holds_both_results(runs, capsys):
     runs[0][1]["payload_digest"] = "ee" * 16
     assert run("--json") == 1
-    document = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert said.err.splitlines()[-1].startswith("NOT identical: payload digest")
     assert document["schema"] == "relax-tq-rdma/demo-compare/1"
     assert document["identical"] is False
     assert document["differences"] == [f"payload digest: {'cd' * 16} against {'ee' * 16}"]
