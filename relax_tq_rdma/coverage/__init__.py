@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from relax_tq_rdma.version import __version__
+
 if TYPE_CHECKING:
     from relax_tq_rdma.coverage.process import Process
     from relax_tq_rdma.coverage.records import JobRecord
@@ -28,6 +30,7 @@ __all__ = [
     "joined",
     "left",
     "note",
+    "starting",
 ]
 
 logger = logging.getLogger(__name__)
@@ -78,12 +81,24 @@ def left(manager: Any) -> None:
             _reporter = None
 
 
+def starting(job: str) -> None:
+    """In the driver, before anything of the data plane is started. :func:`begin` or :func:`end` follows."""
+    from relax_tq_rdma.coverage import board
+    from relax_tq_rdma.coverage.process import here
+    from relax_tq_rdma.coverage.records import StartRecord
+
+    try:
+        board.put(StartRecord(job=job, plugin=__version__, driver=here(), began=time.time()))
+    except Exception as exc:
+        logger.debug("relax-tq-rdma status will not say that this job is starting: %s", exc)
+
+
 def begin(section: JobSection, start_line: str) -> None:
     """In the driver, when the data plane is ready: the job is on the board, and what earlier ones have left is not."""
     global _job
     from relax_tq_rdma.coverage import board
-    from relax_tq_rdma.coverage.process import node
-    from relax_tq_rdma.coverage.records import JobRecord
+    from relax_tq_rdma.coverage.process import here
+    from relax_tq_rdma.coverage.records import START, JobRecord
 
     _job = JobRecord(
         job=section.job,
@@ -91,19 +106,20 @@ def begin(section: JobSection, start_line: str) -> None:
         start_line=start_line,
         settings=section.settings.to_dict(),
         decision=section.decision,
-        driver=f"pid {os.getpid()} on {node()}",
+        driver=here(),
         nodes=section.nodes,
         started=time.time(),
     )
     try:
         board.remove_others(section.job)  # one data plane a cluster: they are not running
         board.put(_job)
+        board.remove(f"{section.job}/{START}")
     except Exception as exc:
         logger.warning("relax-tq-rdma status will not find this job: %s", exc)
 
 
 def end(job: str) -> None:
-    """In the driver, when the data plane is closed."""
+    """In the driver, when the data plane is closed, or did not come up."""
     global _job
     from relax_tq_rdma.coverage import board
 
@@ -139,9 +155,9 @@ def compare_at_start() -> None:
     if _job is None:
         return
     try:
-        _, processes, problems = board.read(_job.job)
-        lines = [f"WARNING {text}" for text in (*problems, *differences(_job, processes))]
-        lines = lines or [f"coverage: {alike(processes)}, all alike"]
+        found = board.read(_job.job)
+        lines = [f"WARNING {text}" for text in (*found.problems, *differences(_job, found.processes))]
+        lines = lines or [f"coverage: {alike(found.processes)}, all alike"]
     except Exception as exc:
         lines = [f"WARNING the processes of this job could not be compared: {exc}"]
     for line in lines:

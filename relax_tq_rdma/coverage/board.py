@@ -8,12 +8,13 @@ time limits of its own, so call them where a wait hurts nobody.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from relax_tq_rdma.coverage.records import JobRecord, ProcessRecord, decode
+from relax_tq_rdma.coverage.records import JobRecord, ProcessRecord, Record, StartRecord, decode
 from relax_tq_rdma.errors import DataplaneError
 from relax_tq_rdma.transport import gcs
 
@@ -25,8 +26,18 @@ class Unreachable(DataplaneError):
     """This process cannot reach the records."""
 
 
-def put(record: ProcessRecord | JobRecord) -> None:
-    """Write a record, over an earlier one of the same process."""
+@dataclass(frozen=True)
+class Board:
+    """All records, and in ``problems`` a sentence for each one that cannot be read."""
+
+    jobs: Sequence[JobRecord]
+    starts: Sequence[StartRecord] = ()
+    processes: Sequence[ProcessRecord] = ()
+    problems: Sequence[str] = ()
+
+
+def put(record: Record) -> None:
+    """Write a record, over an earlier one of the same key."""
     _kv()._internal_kv_put(record.key, msgspec.json.encode(record), overwrite=True, namespace=_NAMESPACE)
 
 
@@ -47,20 +58,23 @@ def remove_others(job: str) -> None:
             kv._internal_kv_del(key, namespace=_NAMESPACE)
 
 
-def read(job: str = "") -> tuple[list[JobRecord], list[ProcessRecord], list[str]]:
-    """The records of a job, or of all: jobs, processes, and a sentence for each one that cannot be read."""
+def read(job: str = "") -> Board:
+    """What is written of a job, or of all."""
     jobs: list[JobRecord] = []
+    starts: list[StartRecord] = []
     processes: list[ProcessRecord] = []
     problems: list[str] = []
     for key, value in _pairs(f"{job}/" if job else ""):
-        record = decode(key, value)
-        if isinstance(record, JobRecord):
-            jobs.append(record)
-        elif isinstance(record, ProcessRecord):
-            processes.append(record)
-        else:
-            problems.append(record)
-    return jobs, sorted(processes, key=lambda r: (r.joined, r.key)), problems
+        match decode(key, value):
+            case JobRecord() as record:
+                jobs.append(record)
+            case StartRecord() as record:
+                starts.append(record)
+            case ProcessRecord() as record:
+                processes.append(record)
+            case problem:
+                problems.append(problem)
+    return Board(jobs, starts, sorted(processes, key=lambda r: (r.joined, r.key)), problems)
 
 
 def _pairs(prefix: str) -> Iterator[tuple[str, bytes]]:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
-from relax_tq_rdma.coverage.compare import alike, differences
+from relax_tq_rdma.coverage import board
+from relax_tq_rdma.coverage.board import Board
+from relax_tq_rdma.coverage.compare import SILENT_SECONDS, alike, differences
 from relax_tq_rdma.coverage.records import SCHEMA, JobRecord, ProcessRecord
-from relax_tq_rdma.errors import StartError, UsageError
+from relax_tq_rdma.errors import StartError
+from relax_tq_rdma.transport import running_ray
+from relax_tq_rdma.usage import Parser
+from relax_tq_rdma.words import duration
 
 DESCRIPTION = """\
 Show the job that runs on this Ray cluster with the plugin: what it was started as, and of each process with a storage
 manager its version, seams, wire and staging pool. Looks only; the job takes no notice. Exit code 0: all processes are
-as the driver is; 1: some are not (they are named), or no such job runs; 2: wrong usage."""
+as the driver is; 1: some are not (they are named), or no such job runs (one that is starting is named); 2: wrong
+usage."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,7 @@ def run(argv: list[str]) -> int:
         UsageError: a wrong argument.
         StartError: there is no cluster to connect to, or no job of the plugin runs on it.
     """
-    parser = _Parser(
-        prog="relax-tq-rdma status", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="relax-tq-rdma status", description=DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="one JSON object (docs/reference/status.md)")
     options = parser.parse_args(argv)
     status = look()
@@ -57,41 +60,37 @@ def look() -> Status:
     Raises:
         StartError: there is no cluster to connect to, or no job of the plugin runs on it.
     """
-    try:
-        import ray
-    except ImportError as exc:
-        raise StartError(f"this needs Ray, which cannot be imported here ({exc}): install it") from None
-    from relax_tq_rdma.coverage import board
-    from relax_tq_rdma.doctor.cluster import connect
-
-    own = not ray.is_initialized()
-    if own:
-        connect()
-    try:
-        jobs, processes, problems = board.read()
-    finally:
-        if own:
-            ray.shutdown()
-    return newest(jobs, processes, problems, time.time())
+    with running_ray.joined():
+        found = board.read()
+    return of_the_running_job(found, time.time())
 
 
-def newest(
-    jobs: Sequence[JobRecord], processes: Sequence[ProcessRecord], problems: Sequence[str], now: float
-) -> Status:
-    """The job that was started last; one runs at a time, an older one was killed and has left its records.
+def of_the_running_job(found: Board, now: float) -> Status:
+    """The job whose processes speak, and of several the one that came last: one runs at a time, another one was killed
+    and has left its records, or is about to be refused.
 
     Raises:
-        StartError: there is none.
+        StartError: there is none, or it is still starting.
     """
+    speaking = {process.job for process in found.processes if now - process.written <= SILENT_SECONDS}
+    jobs = {start.job: (start.job in speaking, start.began) for start in found.starts}
+    jobs |= {job.job: (job.job in speaking, job.started) for job in found.jobs}
     if not jobs:
         raise StartError(
-            "no job with the plugin runs on this Ray cluster"
-            + "".join(f"; {problem}" for problem in problems)
+            "no job with the plugin runs on this Ray cluster, and none is starting its data plane"
+            + "".join(f"; {problem}" for problem in found.problems)
             + ": start one with relax-tq-rdma train, or set RAY_ADDRESS to its cluster"
         )
-    job = max(jobs, key=lambda record: record.started)
-    own = [process for process in processes if process.job == job.job]
-    return Status(job, own, [*problems, *differences(job, own, now=now)], now)
+    token = max(jobs, key=lambda job: jobs[job])
+    job = next((job for job in found.jobs if job.job == token), None)
+    if job is None:
+        start = next(start for start in found.starts if start.job == token)
+        raise StartError(
+            f"job {token} has been starting for {duration(now - start.began)} (driver {start.driver}): its processes "
+            "show once it has printed its start line; if that driver is gone, it was killed during its start"
+        )
+    own = [process for process in found.processes if process.job == token]
+    return Status(job, own, [*found.problems, *differences(job, own, now=now)], now)
 
 
 def to_json(status: Status) -> dict[str, Any]:
@@ -119,8 +118,9 @@ def _print(status: Status) -> None:
 
     job = status.job
     with plain_lines() as console:
-        minutes = (status.now - job.started) / 60
-        console.print(Text(f"job {job.job}, driver {job.driver}, for {minutes:.0f} min, relax-tq-rdma {job.plugin}"))
+        since = duration(status.now - job.started)
+        head = f"job {job.job}, driver {job.driver}, up for {since}, relax-tq-rdma {job.plugin}"
+        console.print(Text(head), soft_wrap=True)
         console.print(Text(job.start_line), soft_wrap=True)
         for step in job.decision.fallbacks:
             where = ", ".join(filter(None, (step.node, step.check)))
@@ -158,8 +158,3 @@ def _pool(process: ProcessRecord) -> str:
     if level is None or not level.capacity:
         return "-"
     return "/".join(f"{size / (1 << 20):.0f}" for size in (level.held, level.peak, level.capacity))
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see relax-tq-rdma status --help)")

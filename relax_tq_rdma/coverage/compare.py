@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from relax_tq_rdma.coverage.records import JobRecord, ProcessRecord
+from relax_tq_rdma.words import count
 
 SILENT_SECONDS = 20.0
 """A living process writes every 5 s (:mod:`relax_tq_rdma.coverage.reporter`)."""
@@ -50,6 +51,5 @@ def alike(processes: Sequence[ProcessRecord]) -> str:
     nodes = len({process.node_id for process in processes})
     seams = sorted({seam for process in processes for seam, state in process.seams.items() if state == "taken"})
     return (
-        f"{len(processes)} process{'es' * (len(processes) != 1)} on {nodes} node{'s' * (nodes != 1)}, "
-        f"seams {' '.join(seams) or 'none'}"
+        f"{count(len(processes), 'process', 'processes')} on {count(nodes, 'node')}, seams {' '.join(seams) or 'none'}"
     )

@@ -91,9 +91,14 @@ def node() -> str:
     return socket.gethostname().partition(".")[0] or "localhost"
 
 
+def here() -> str:
+    """Which process this is, for people."""
+    return f"pid {os.getpid()} on {node()}"
+
+
 def whoami() -> str:
     """One clause for errors: which process of which version this is."""
-    return f"{role()}, pid {os.getpid()} on {node()}, relax-tq-rdma {__version__}"
+    return f"{role()}, {here()}, relax-tq-rdma {__version__}"
 
 
 def _about(manager: Any, section: JobSection) -> ProcessRecord:

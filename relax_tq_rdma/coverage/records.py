@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -60,7 +60,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A running job, as its driver started it. ``started``: Unix time in seconds."""
+    """A running job, as its driver started it. ``started``: Unix time in seconds, when its data plane was up."""
 
     job: str
     plugin: str
@@ -77,18 +77,34 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.job}/{JOB}"
 
 
-JOB = "job"
-"""Last part of the key of a :class:`JobRecord`."""
+class StartRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A job whose driver is bringing its data plane up. ``began``: Unix time in seconds."""
+
+    job: str
+    plugin: str
+    driver: str
+    began: float
+    schema: int = SCHEMA
+
+    @property
+    def key(self) -> str:
+        return f"{self.job}/{START}"
 
 
-def decode(key: str, value: bytes) -> ProcessRecord | JobRecord | str:
+JOB, START = "job", "start"
+"""Last parts of the keys of :class:`JobRecord` and :class:`StartRecord`."""
+
+Record: TypeAlias = ProcessRecord | JobRecord | StartRecord
+
+
+def decode(key: str, value: bytes) -> Record | str:
     """Read a record back, or say in a sentence why it cannot be read: another version may have written it."""
-    kind: type[ProcessRecord | JobRecord] = JobRecord if key.endswith(f"/{JOB}") else ProcessRecord
+    kinds: dict[str, type[Record]] = {JOB: JobRecord, START: StartRecord}
     try:
         schema = msgspec.json.decode(value, type=_AnySchema).schema
         if schema > SCHEMA:
             return f"record {key} has schema {schema}, this version of relax-tq-rdma reads {SCHEMA}"
-        record: ProcessRecord | JobRecord = msgspec.json.decode(value, type=kind)
+        record = msgspec.json.decode(value, type=kinds.get(key.rpartition("/")[2], ProcessRecord))
     except msgspec.MsgspecError as exc:
         return f"record {key} cannot be read ({exc})"
     return record if record.key == key else f"record {key} is of {record.key}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import psutil
 
 from relax_tq_rdma.demo import signals
 from relax_tq_rdma.errors import StartError, UsageError
+from relax_tq_rdma.transport import running_ray
 from relax_tq_rdma.transport.process import ProcessId, own_id
 
 LOOPBACK = "127.0.0.1"
@@ -35,7 +35,6 @@ _SHORT = 16
 """Longest folder for temporary files that can be used: Ray's socket paths below may have 107 characters."""
 
 _GOODBYE_SECONDS = 3.0
-_CONNECT_SECONDS = 5.0
 
 
 @contextmanager
@@ -93,15 +92,11 @@ def borrowed(address: str, cpus: int) -> Iterator[None]:
     """A running cluster. Only what this job creates there is ended with it.
 
     Raises:
-        StartError: nothing answers at ``address``, or it has fewer than ``cpus`` free CPUs.
+        StartError: it cannot be joined, or it has fewer than ``cpus`` free CPUs.
     """
     import ray
 
-    _require_listener(address)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=_namespace())
-    except Exception as exc:
-        raise StartError(f"cannot join the Ray cluster at {address} ({_first_line(exc)})") from None
+    running_ray.join(address, "--ray-address", namespace=_namespace())
     try:
         signals.listen()
         free = ray.available_resources().get("CPU", 0.0)
@@ -127,25 +122,6 @@ def _require_shm(free: int) -> None:
             f"{_SHM} has {free >> 20} MiB free, the local Ray needs {needed >> 20} MiB: free some, or enlarge it "
             "(docker run --shm-size=1g)"
         )
-
-
-def _require_listener(address: str) -> None:
-    """Ray itself waits a minute for an address nobody listens on, and then ends the process."""
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise StartError(f"--ray-address {address}: expected HOST:PORT of a running Ray head, or auto")
-    if not _listens((host, int(port))):
-        raise StartError(f"no Ray cluster answers at {address}: is `ray start --head` running there?")
-
-
-def _listens(address: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True
 
 
 def _short_tempdir() -> Path:

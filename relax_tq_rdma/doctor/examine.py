@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import msgspec
 
 from relax_tq_rdma import compat, env
-from relax_tq_rdma.doctor.cluster import dial_given_address, probe_running_cluster
 from relax_tq_rdma.doctor.options import Options
 from relax_tq_rdma.seams import SeamReport, reports
 from relax_tq_rdma.seams.base import installed_transfer_queue
@@ -23,7 +22,7 @@ from relax_tq_rdma.seams.relax_controller import RelaxController
 from relax_tq_rdma.seams.relax_rollout import RelaxRollout
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.summary import start_line
-from relax_tq_rdma.transport import address
+from relax_tq_rdma.transport import address, running_ray
 from relax_tq_rdma.transport.decision import Refusal, decide, nodes_ok
 from relax_tq_rdma.transport.findings import unique_names
 from relax_tq_rdma.transport.probe import ProbeRequest, probe_node, with_check
@@ -102,7 +101,7 @@ def examine(options: Options, settings: Settings) -> Diagnosis:
         StartError: ``--cluster`` without Ray or without a running cluster; or the run folder cannot be used.
     """
     if options.cluster:
-        dial_given_address()
+        running_ray.dial()
     seams = _seams(settings)
     facts = _facts(seams)
     findings, settings = compat.findings(settings, facts), compat.in_force(settings, facts)
@@ -162,6 +161,18 @@ def _facts(seams: Sequence[SeamReport]) -> compat.HostFacts:
     return compat.HostFacts(
         own_data_plane=RelaxController.name in aside, own_group_processor=RelaxRollout.name in aside
     )
+
+
+def probe_running_cluster(settings: Settings) -> tuple[dict[str, str], list[NodeReport]]:
+    """Nodes (id to name) and their reports, within ``--tq-init-timeout-seconds``.
+
+    Raises:
+        StartError: Ray is not installed, or there is no cluster to join.
+    """
+    with running_ray.joined():
+        from relax_tq_rdma.transport.agents import probe_cluster
+
+        return probe_cluster(settings, settings.init_timeout_seconds)
 
 
 def _probe_here(options: Options, settings: Settings) -> tuple[dict[str, str], list[NodeReport]]:

@@ -211,8 +211,15 @@ class Guard:
         job = secrets.token_hex(8)
         accounting.configure(settings.accounting, job=job)
         port = RayPort(settings, job, self.original_init, self.original_close)
-        with port, tq_state.expected_bootstrap():
-            started = start_job(settings, conf, port, job=job, host=self._host, on_fallback=accounting.record_fallback)
+        coverage.starting(job)
+        try:
+            with port, tq_state.expected_bootstrap():
+                started = start_job(
+                    settings, conf, port, job=job, host=self._host, on_fallback=accounting.record_fallback
+                )
+        except BaseException:
+            coverage.end(job)
+            raise
         self._running = _Running(job, port, started, os.getpid())
         section = attach.section_of(started.conf)
         if section is not None:

@@ -59,7 +59,7 @@ class Board:
     def read(self, job: str = "") -> Any:
         found = [record for key, record in self.records.items() if key.startswith(job)]
         jobs = [record for record in found if isinstance(record, JobRecord)]
-        return jobs, [record for record in found if isinstance(record, ProcessRecord)], []
+        return board.Board(jobs, processes=[record for record in found if isinstance(record, ProcessRecord)])
 
 
 @pytest.fixture
@@ -191,6 +191,23 @@ def test_the_driver_says_whether_all_are_alike(there: Board, capsys: pytest.Capt
     said = capsys.readouterr().err
     assert said.startswith("[dataplane] WARNING Rank (pid 2 on a) runs relax-tq-rdma 0.0.1, the driver ")
     coverage.end("j1")
+    assert there.records == {}
+
+
+def test_a_job_is_on_the_board_from_the_beginning_of_its_start(there: Board) -> None:
+    coverage.starting("j1")
+    [record] = there.records.values()
+    assert (record.key, record.driver) == ("j1/start", f"pid {os.getpid()} on {coverage_node()}")
+    coverage.begin(SECTION, "[dataplane] ...")
+    assert list(there.records) == ["j1/job"]
+    coverage.starting("j2")
+    coverage.end("j2")
+    assert list(there.records) == ["j1/job"], "a start that failed leaves nothing, and those of others alone"
+
+
+def test_a_start_goes_on_where_nobody_can_be_told(there: Board) -> None:
+    there.gone = "this process is not connected to Ray"
+    coverage.starting("j1")
     assert there.records == {}
 
 

@@ -11,10 +11,11 @@ import pytest
 
 from relax_tq_rdma import StartError, UsageError
 from relax_tq_rdma.coverage import board, cli
-from relax_tq_rdma.coverage.cli import Status, newest
+from relax_tq_rdma.coverage.board import Board
+from relax_tq_rdma.coverage.cli import Status, of_the_running_job
 from relax_tq_rdma.coverage.compare import alike, differences
 from relax_tq_rdma.coverage.nodes import judge
-from relax_tq_rdma.coverage.records import JobRecord, PoolLevel, ProcessRecord, decode
+from relax_tq_rdma.coverage.records import JobRecord, PoolLevel, ProcessRecord, StartRecord, decode
 from relax_tq_rdma.transport.report import Decision, Fallback
 
 STEP = Fallback(from_="MooncakeStore/rdma", to="MooncakeStore/tcp", reason="no HCA", node="b", check="rdma_device")
@@ -84,7 +85,7 @@ def test_at_the_start_nobody_is_late() -> None:
 
 def test_records_go_over_the_board_as_json_and_come_back_equal() -> None:
     full = process(pool=PoolLevel(capacity=5, held=1, peak=2, misses=3), counts={"rows put raw": 2}, notes=("n",))
-    for record in (full, JOB):
+    for record in (full, JOB, START):
         assert decode(record.key, msgspec.json.encode(record)) == record
 
 
@@ -114,14 +115,41 @@ def test_a_record_of_a_later_version_with_more_in_it_is_read() -> None:
 
 def test_the_job_that_was_started_last_is_shown_with_its_own_processes() -> None:
     old = msgspec.structs.replace(JOB, job="j0", started=1.0)
-    status = newest([JOB, old], [process(job="j0"), RANK], ["record x cannot be read"], now=1015.0)
+    found = Board([JOB, old], (), [process(job="j0"), RANK], ["record x cannot be read"])
+    status = of_the_running_job(found, now=1015.0)
     assert (status.job, list(status.processes)) == (JOB, [RANK])
     assert list(status.differences) == ["record x cannot be read"]
 
 
+def test_a_job_whose_processes_speak_goes_before_one_that_was_killed_since() -> None:
+    killed = msgspec.structs.replace(JOB, job="j9", started=1002.0)
+    silent = process(job="j9", written=980.0)
+    assert of_the_running_job(Board([JOB, killed], (), [silent, RANK]), now=1015.0).job == JOB
+    assert of_the_running_job(Board([JOB, killed], (), [silent]), now=1015.0).job == killed
+
+
 def test_no_job_is_an_error_with_the_way_out() -> None:
-    with pytest.raises(StartError, match=r"no job with the plugin runs .* set RAY_ADDRESS"):
-        newest([], [], [], now=0.0)
+    with pytest.raises(StartError, match=r"no job with the plugin runs .* none is starting .* set RAY_ADDRESS"):
+        of_the_running_job(Board([]), now=0.0)
+
+
+START = StartRecord(job="j2", plugin="1.0", driver="pid 4 on a", began=1003.0)
+
+
+def test_a_job_that_is_starting_is_named_with_its_driver_and_since_when() -> None:
+    for jobs in ([], [JOB]):  # j1 was killed and has left its record
+        with pytest.raises(StartError) as error:
+            of_the_running_job(Board(jobs, [START]), now=1015.0)
+        assert str(error.value).startswith("job j2 has been starting for 12 s (driver pid 4 on a): ")
+
+
+def test_a_job_that_runs_is_shown_while_a_second_one_is_about_to_be_refused() -> None:
+    assert of_the_running_job(Board([JOB], [START], [RANK]), now=1015.0).job == JOB
+
+
+def test_a_job_that_has_started_is_starting_no_more() -> None:
+    begun = msgspec.structs.replace(START, job="j1")
+    assert of_the_running_job(Board([JOB], [begun]), now=1015.0).job == JOB
 
 
 def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str, **changes: Any) -> Any:
@@ -142,6 +170,7 @@ def test_people_see_every_column_in_a_narrow_terminal(
     assert " ".join(line.split()) == (
         "RolloutManager a 7 1.0 R2 T1 T2 MooncakeStore/tcp 3/9/128 rows put raw 2, pool misses 4"
     )
+    assert out.startswith("job j1, driver pid 1 on a, up for 15 s, relax-tq-rdma 1.0\n")
     assert "fallback MooncakeStore/rdma -> MooncakeStore/tcp: no HCA (b, rdma_device)" in out
     assert out.rstrip().endswith("ok  2 processes on 2 nodes, seams R2 T1 T2, all alike")
 
@@ -164,8 +193,10 @@ def test_programs_get_one_object(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="status --help"):
+    with pytest.raises(UsageError, match=r"unknown flag --jsn: did you mean --json\?"):
         cli.run(["--jsn"])
+    with pytest.raises(UsageError, match="see relax-tq-rdma status --help"):
+        cli.run(["6f0c2a9b"])
 
 
 # --- board ------------------------------------------------------------------------------------------------------------
@@ -190,7 +221,7 @@ class Store:
 def test_records_of_other_jobs_go_also_when_they_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(**{"old/job": b'{"schema": 99}', "old/n/1-2": b"", "new/n/1-2": b"{}"})
     monkeypatch.setattr(board, "_kv", lambda: store)
-    assert len(board.read()[2]) == 3
+    assert len(board.read().problems) == 3
     board.remove_others("new")
     assert list(store.values) == [b"new/n/1-2"]
 
