@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ from relax_tq_rdma.accounting.snapshot import NodeView
 from relax_tq_rdma.errors import DataplaneError
 from relax_tq_rdma.transport.rundir import run_dir
 from relax_tq_rdma.usage import Parser
+from relax_tq_rdma.words import count, duration
 
 SCHEMA = 1
+DESCRIPTION = """\
+Show the byte and stage totals of a job on this node, from what its processes have published, whether it still runs
+here, and how old the news are. Needs --dataplane-accounting in the job, and the same RTQ_RUN_DIR here."""
 
 
 def run(argv: list[str]) -> int:
@@ -27,7 +32,7 @@ def run(argv: list[str]) -> int:
     """
     parser = Parser(
         prog="relax-tq-rdma metrics",
-        description="Show the byte and stage totals of a job on this node, from what its processes have published.",
+        description=DESCRIPTION,
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--job", default="", help="token of the job; default: the one that published last")
@@ -60,6 +65,7 @@ def report(view: NodeView) -> dict[str, Any]:
         "job": view.job,
         "live_processes": view.live,
         "ended_processes": view.ended,
+        "published": view.written,
         "backends": [dict(zip(names.BACKEND_INFO.labels, labels, strict=True)) for labels in view.backends],
         "counters": counters,
         "histograms": histograms,
@@ -87,11 +93,20 @@ def _print(view: NodeView) -> None:
     # Rich would drop columns where the terminal is narrow; a wrapped line loses nothing.
     needed = max((Console(width=10_000).measure(table).maximum for table in tables), default=0)
     console.width = max(console.width, needed)
-    console.print(f"job {view.job}: {view.live} live and {view.ended} ended processes on this node")
+    console.print(_state(view, time.time()))
     for backend, protocol, device, gdr in view.backends:
         console.print(f"backend={backend} protocol={protocol} device={device} gdr={gdr}")
     for table in tables:
         console.print(table)
+
+
+def _state(view: NodeView, now: float) -> str:
+    """Whether the job still runs here, and how old what follows is."""
+    state = "runs" if view.live else "has ended"
+    return (
+        f"job {view.job} {state} on this node, last news {duration(now - view.written)} ago: "
+        f"{count(view.live, 'live process', 'live processes')}, {view.ended} ended"
+    )
 
 
 def _fields(totals: Totals) -> Any:

@@ -59,16 +59,23 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Retired(msgspec.Struct, frozen=True, kw_only=True):
-    """Sum of dead processes. Files named in ``absorbed`` are in the sum already, should they still exist."""
+    """Sum of dead processes. Files named in ``absorbed`` are in the sum already, should they still exist.
+
+    ``written``: when the last of them wrote its own, Unix time in seconds.
+    """
 
     absorbed: tuple[str, ...] = ()
     processes: int = 0
     rows: list[Row] = []
+    written: float = 0.0
     schema: int = SCHEMA
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a job on this node: the sum of ``live`` and ``ended`` processes, and what only live ones say."""
+    """All of a job on this node: the sum of ``live`` and ``ended`` processes, and what only live ones say.
+
+    ``written``: when the last of them published something new, Unix time in seconds.
+    """
 
     job: str
     totals: Totals
@@ -116,7 +123,7 @@ def read_node(folder: Path) -> NodeView:
         ended=len(owners) - len(live) + retired.processes,
         backends=tuple(sorted({s.backend for s in snapshots if s.backend is not None and s.owner in live})),
         gauges=_summed(s.gauges for s in snapshots if s.owner in live),
-        written=max((s.written for s in snapshots), default=0.0),
+        written=max(s.written for s in (*snapshots, retired)),
     )
 
 
@@ -144,7 +151,12 @@ def compact(folder: Path) -> None:
         for snapshot in fresh:
             totals.add(Totals.from_rows(snapshot.rows))
         ended = len({s.owner for s in fresh})
-        sums = _Retired(absorbed=tuple(gone), processes=retired.processes + ended, rows=totals.to_rows())
+        sums = _Retired(
+            absorbed=tuple(gone),
+            processes=retired.processes + ended,
+            rows=totals.to_rows(),
+            written=max(s.written for s in (*fresh, retired)),
+        )
         write_json(folder / RETIRED, sums)
         for name in gone:
             (folder / name).unlink(missing_ok=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from relax_tq_rdma.accounting import cli, names
@@ -24,7 +27,7 @@ def run_dir(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-def publish(run_dir, job, size, written=1.0):
+def publish(run_dir, job, size, written=1.0, owner=None):
     ledger = Ledger()
     stats = FieldStats(name="mm", path="slow", rows=8, bytes=size, unique_bytes=size // 8)
     ledger.end(ledger.begin("put", "train_0"), "ok", Batch(rows=8, fields=(stats,)))
@@ -35,7 +38,7 @@ def publish(run_dir, job, size, written=1.0):
     value = Snapshot(
         job=job,
         node="n",
-        owner=own_id(),
+        owner=owner or own_id(),
         serial=1,
         written=written,
         rows=ledger.totals().to_rows(),
@@ -49,6 +52,7 @@ def test_json_holds_exact_integers(run_dir, capsys):
     assert cli.run(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["schema"], found["job"], found["live_processes"], found["ended_processes"]) == (1, "a", 1, 0)
+    assert found["published"] == 1.0
     assert found["backends"] == [{"backend": "SimpleStorage", "protocol": "zmq", "device": "-", "gdr": "off"}]
     assert {
         "name": "dataplane_bytes_total",
@@ -67,7 +71,7 @@ def test_the_tables_show_the_same(run_dir, capsys):
     publish(run_dir, "a", 800_000)
     assert cli.run([]) == 0
     out = capsys.readouterr().out
-    assert "job a: 1 live and 0 ended processes" in out
+    assert re.match(r"job a runs on this node, last news \d+ d \d+ h ago: 1 live process, 0 ended\n", out)
     (row,) = [line.split() for line in out.splitlines() if line.startswith("mm")]
     assert row == ["mm", "put", "slow", "8", "800,000", "100,000", "8.0x", "-", "-"]
     assert ["operations", "put,", "ok", "1"] in [line.split() for line in out.splitlines()]
@@ -80,6 +84,14 @@ def test_the_job_that_published_last_is_shown_unless_one_is_named(run_dir, capsy
     assert json.loads(capsys.readouterr().out)["job"] == "new"
     cli.run(["--json", "--job", "old"])
     assert json.loads(capsys.readouterr().out)["job"] == "old"
+
+
+def test_a_job_that_has_ended_is_said_to_have(run_dir, capsys):
+    dead = msgspec.structs.replace(own_id(), start_ticks=1)
+    publish(run_dir, "a", 8, written=time.time() - 130, owner=dead)
+    assert cli.run([]) == 0
+    out = capsys.readouterr().out
+    assert re.match(r"job a has ended on this node, last news 2 min \d+ s ago: 0 live processes, 1 ended\n", out)
 
 
 @pytest.mark.parametrize("argv", [[], ["--job", "nobody"]])

@@ -120,13 +120,14 @@ def dead_name(n):
 def test_many_dead_processes_become_one_file(folder):
     live = write(folder, 1000)
     for n in range(snapshot.KEEP_DEAD + 1):
-        write(folder, 1, dead(n))
+        write(folder, 1, dead(n), written=5.0 if n == 3 else 2.0)
     compact(folder)
     files = set(os.listdir(folder))
     assert files == {live.name, snapshot.RETIRED, snapshot.LOCK}
     view = read_node(folder)
     assert view.totals.counters[KEY] == 1000 + snapshot.KEEP_DEAD + 1
     assert (view.live, view.ended) == (1, snapshot.KEEP_DEAD + 1)
+    assert view.written == 5.0, "the newest news, also of those that are summed up"
 
 
 def test_compaction_goes_on_for_the_life_of_a_job(folder):
