@@ -120,6 +120,9 @@ class StrictStore:
             codes = [0 if self.data.pop(key, None) is not None else -704 for key in keys]
             return codes
 
+    def get_size(self, key: str) -> int:
+        return len(self.data[key]) if key in self.data else -704
+
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         return [int(key in self.data) for key in keys]
 

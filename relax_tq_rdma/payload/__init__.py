@@ -16,7 +16,7 @@ from relax_tq_rdma.payload.encode import (
 )
 from relax_tq_rdma.payload.format import NewerRowError, RowFormatError
 from relax_tq_rdma.payload.plan import explain
-from relax_tq_rdma.payload.resolve import Resolution, StaleReferenceError, check_source, plan_resolution
+from relax_tq_rdma.payload.resolve import Resolution, StaleReferenceError, check_source, plan_resolution, stale
 
 __all__ = [
     "Allocator",
@@ -38,4 +38,5 @@ __all__ = [
     "open_row",
     "plan_column",
     "plan_resolution",
+    "stale",
 ]

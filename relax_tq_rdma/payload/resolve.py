@@ -72,7 +72,15 @@ def check_source(referrer: Row, source: Row | None) -> None:
         if same and header.entries is not None:
             return
         found = f"row {header.ord} of put {header.put.hex()[:8]} ({source.nbytes} bytes) is"
-    raise StaleReferenceError(
+    raise stale(referrer, found)
+
+
+def stale(referrer: Row, found: str) -> StaleReferenceError:
+    """The error for a referrer whose source is not what it refers to; ``found``: what is in its place."""
+    ref = referrer.reference
+    if ref is None:
+        raise ValueError("the row is not a reference")
+    return StaleReferenceError(
         f"reference is stale: at global index {ref.index} {found} there, "
         f"expected row {ref.ord} of put {ref.put.hex()[:8]} ({ref.nbytes} bytes); "
         "the source was cleared or overwritten while rows that share its payload were still in use"

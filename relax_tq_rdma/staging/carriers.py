@@ -9,7 +9,7 @@ from typing import Any
 from transfer_queue.metadata import BatchMeta
 
 from relax_tq_rdma.errors import TransferError
-from relax_tq_rdma.payload import ColumnPlan, Row, open_pieces, open_row
+from relax_tq_rdma.payload import ColumnPlan, Row, open_pieces, open_row, stale
 from relax_tq_rdma.staging.columns import rows_of
 from relax_tq_rdma.staging.errors import GONE, StoreFault
 from relax_tq_rdma.staging.payload_mixin import FIELD, PayloadMixin
@@ -71,12 +71,16 @@ class MooncakeCarrier(PayloadMixin):
             keys.append(f"{want.index}@{FIELD}")
             metas.append({"generation": meta["generation"], "encoded_size": reference.nbytes})
         try:
+            # What a row says of another one may be damaged or forged: it must not cost memory.
+            await asyncio.to_thread(self.storage_client.expect, keys, metas)
             values: list[Any] = await asyncio.to_thread(self.storage_client.get, keys, custom_backend_meta=metas)
         except StoreFault as fault:
-            if fault.code not in GONE:
-                raise
-            gone = next((want for want, key in zip(wanted, keys, strict=True) if key in fault.keys), wanted[0])
-            raise vanished(gone) from fault
+            about = next((want for want, key in zip(wanted, keys, strict=True) if key in fault.keys), wanted[0])
+            if fault.code in GONE:
+                raise vanished(about) from fault
+            if fault.code > 0:
+                raise stale(about.referrer, f"a value of {fault.code} bytes is") from fault
+            raise
         except (MemoryError, RuntimeError) as exc:
             raise TransferError(f"payload that rows refer to cannot be read: {exc}") from exc
         return values

@@ -123,7 +123,7 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             by_gdr: list[Parcel] = []
             others: list[Parcel] = []
             for one in parcels:
-                (by_gdr if one.path == "fast" and self._gdr_staging is not None else others).append(one)
+                (by_gdr if self._puts_by_gdr(one) else others).append(one)
             metas = {one.one.position: dict(one.meta) for one in parcels}
             jobs: list[Job] = [partial(self._put_by_gdr, batch, metas) for batch in cut(by_gdr)]
             jobs += self._staging.put(others)
@@ -186,6 +186,16 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
         self._staging.report()
         return [results[one.position] for one in every]
 
+    def expect(self, keys: list[str], custom_backend_meta: list[Meta | None]) -> None:
+        """See that the values in the store have the size that their metas say, where a reader made these up itself.
+
+        :meth:`get` takes memory for what a meta says, and this one comes from a row that refers to another.
+        """
+        self._check_open()
+        every = self._named(keys, custom_backend_meta)
+        with _naming(every):
+            self._transfer.expect([one.stored for one in every], [one.nbytes for one in every])
+
     def clear(self, keys: list[str], custom_backend_meta: list[Meta | None] | None = None) -> None:
         """Remove values. What is gone already or was never put is fine; what stays although it should not, raises."""
         self._check_open()
@@ -215,6 +225,12 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
                 super().close()
 
     # --- TransferQueue's own path through its GPU staging buffer; it cuts what is larger than that ------------------
+
+    def _puts_by_gdr(self, one: Parcel) -> bool:
+        """An encoded row is never cut: who reads it by reference knows its size and not its pieces."""
+        staging = self._gdr_staging
+        fits = staging is not None and (one.nbytes <= staging.size or not isinstance(one.content, PlannedRow))
+        return fits and one.path == "fast"
 
     def _put_by_gdr(self, batch: Sequence[Parcel], metas: dict[int, Meta]) -> None:
         rows = [one for one in batch if isinstance(one.one.value, PlannedRow)]
@@ -271,12 +287,12 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
 
     def _discard(self, parcels: Sequence[Parcel]) -> None:
         """Take back what a failed put may have stored. One try: the failure itself is what the caller must see."""
-        staging = self._gdr_staging
         for batch in cut(parcels):
             stored: list[str] = []
             for one in batch:
-                name, by_gdr = one.one.stored, staging is not None and one.path == "fast"
-                stored += chunk_subkeys(name, one.nbytes, staging.size) if by_gdr else [name]
+                name = one.one.stored
+                by_gdr = self._puts_by_gdr(one)
+                stored += chunk_subkeys(name, one.nbytes, self._gdr_staging.size) if by_gdr else [name]
             try:
                 self._store.batch_remove(stored)
             except TransferError as fault:

@@ -99,6 +99,11 @@ class CheckedStore:
             "batch_is_exist", keys, self._call("batch_is_exist", self._native.batch_is_exist, list(keys))
         )
 
+    def sizes(self, keys: Sequence[str]) -> list[int]:
+        """For each key the bytes of its value, or a negative code."""
+        size = self._native.get_size
+        return self._one_each("get_size", keys, self._call("get_size", lambda: [size(key) for key in keys]))
+
     def allocate_and_mount_segment(self, size: int, protocol: str) -> int:
         """Give the store ``size`` bytes of this process's memory; returns how many it took."""
         mount = self._native.allocate_and_mount_segment

@@ -115,12 +115,30 @@ class Transfer:
 
     def fetch(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int], hold: Any = None) -> None:
         """Read into registered memory; ``hold`` is kept alive while the engine may write it."""
+
+        def get(keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> list[int]:
+            with self.turns.take():
+                return self.store.batch_get_into(keys, pointers, sizes, hold=hold)
+
+        self._until_sizes_fit(get, keys, pointers, sizes)
+
+    def expect(self, keys: Sequence[str], sizes: Sequence[int]) -> None:
+        """See that values have exactly these sizes, before memory is taken for them."""
+        with about(keys):
+            self._until_sizes_fit(lambda keys, *_: self.store.sizes(keys), keys, [0] * len(keys), sizes)
+
+    def _until_sizes_fit(
+        self,
+        ask: Callable[[Sequence[str], Sequence[int], Sequence[int]], list[int]],
+        keys: Sequence[str],
+        pointers: Sequence[int],
+        sizes: Sequence[int],
+    ) -> None:
         size_of = dict(zip(keys, sizes, strict=True))
 
-        def get(keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> dict[str, int]:
-            with self.turns.take():
-                counts = self.store.batch_get_into(keys, pointers, sizes, hold=hold)
-            return {key: count for key, count in zip(keys, counts, strict=True) if count != size_of[key]}
+        def attempt(keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> dict[str, int]:
+            found = ask(keys, pointers, sizes)
+            return {key: count for key, count in zip(keys, found, strict=True) if count != size_of[key]}
 
         def judge(failed: Mapping[str, int], tries: int, waited: float) -> float:
             pause = retry.pause_before_get(set(failed.values()), tries, waited)
@@ -128,7 +146,7 @@ class Transfer:
                 self._give_up_get(failed, size_of)
             return pause
 
-        self._until_done("get", get, judge, keys, pointers, sizes)
+        self._until_done("get", attempt, judge, keys, pointers, sizes)
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove values; what is not there is fine."""

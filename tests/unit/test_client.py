@@ -17,6 +17,7 @@ import torch
 from transfer_queue.storage.clients import mooncake_client as upstream
 
 from relax_tq_rdma.errors import StartError, TransferError
+from relax_tq_rdma.payload import decode_row, plan_column
 from relax_tq_rdma.section import KEY
 from relax_tq_rdma.staging.client import DataplaneMooncakeStoreClient
 from relax_tq_rdma.staging.errors import StoreFault
@@ -572,3 +573,25 @@ def test_chunks_of_the_gdr_path_are_read_by_it_and_cleared(
         client.get(keys, custom_backend_meta=metas)
     client.clear(keys, custom_backend_meta=metas)
     assert [key for key in store.stored() if not key.endswith("9@x")] == []
+
+
+def test_an_encoded_row_is_never_cut(make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that refers to it tells a reader its size and not its pieces, so on the GDR path it would not be found."""
+    store = StrictStore()
+    client = make_client(store)
+    client.put(["9@x"], [0])
+    monkeypatch.setattr(client, "_gdr_staging", SimpleNamespace(size=1024, close=lambda store: None))
+    client.use_gdr = True
+    by_gdr: list[int] = []
+
+    def put_gdr(self: Any, keys: Any, tensors: list[torch.Tensor]) -> list[Any]:
+        by_gdr.extend(tensor.nbytes for tensor in tensors)
+        return [None] * len(tensors)
+
+    monkeypatch.setattr(upstream.MooncakeStoreClient, "_put_tensors_gdr", put_gdr)
+    column = plan_column([{"x": torch.ones(1000)}, {"x": torch.ones(10)}])
+    small, large = column.nbytes(1), column.nbytes(0)
+    metas = client.put(["0@x", "1@x"], column.planned())
+    assert (by_gdr, small < 1024 < large) == ([small], True)
+    [row] = client.get(["0@x"], custom_backend_meta=[{"generation": metas[0]["generation"], "encoded_size": large}])
+    assert torch.equal(decode_row(row.memory)["x"], torch.ones(1000))

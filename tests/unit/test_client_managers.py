@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -24,10 +25,13 @@ from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, ZMQServer
 
 from relax_tq_rdma import accounting
 from relax_tq_rdma.errors import StartError, TransferError
+from relax_tq_rdma.payload import StaleReferenceError, open_row
+from relax_tq_rdma.payload.format import encode_frame
 from relax_tq_rdma.seams.tq_registry import TqRegistry
 from relax_tq_rdma.section import KEY
 from relax_tq_rdma.staging import job
 from relax_tq_rdma.staging.managers import DataplaneMooncakeStorageManager
+from relax_tq_rdma.staging.payload_mixin import FIELD
 from tests.mooncake import backend_config
 from tests.strict_store import StrictStore, use_strict_store
 
@@ -80,7 +84,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def make_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """``make(store, answers=accept, config=None)``: a Mooncake manager on a fake store, with a fake controller."""
+    """``make(store, answers=accept, config=None, **settings)``: a Mooncake manager on a fake store and controller."""
     monkeypatch.setenv("RTQ_SEGMENT_MB", "64")
     monkeypatch.setenv("MC_STORE_MEMCPY", "0")
     monkeypatch.setattr(base.StorageManager, "_connect_to_controller", lambda self: None)
@@ -88,11 +92,13 @@ def make_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     seam.apply()
     master = socket.create_server(("127.0.0.1", 0))
 
-    def make(store: StrictStore, *, answers: Any = accept, config: dict[str, Any] | None = None) -> Any:
+    def make(
+        store: StrictStore, *, answers: Any = accept, config: dict[str, Any] | None = None, **settings: Any
+    ) -> Any:
         use_strict_store(monkeypatch, store)
         controller = Controller(answers)
         ends.append(controller.close)
-        config = config or backend_config(f"127.0.0.1:{master.getsockname()[1]}")
+        config = config or backend_config(f"127.0.0.1:{master.getsockname()[1]}", settings=settings)
         manager = base.StorageManagerFactory.create("MooncakeStore", controller.info, config)
         ends.append(manager.close)
         manager.controller_of_test = controller
@@ -189,6 +195,29 @@ def test_a_failed_overwrite_leaves_the_old_values(make_manager: Make) -> None:
     assert len(store.stored()) == 6
     got = asyncio.run(manager.get_data(meta))
     assert torch.equal(torch.stack(list(got["tokens"].unbind())), batch()["tokens"])
+
+
+# --- rows that refer to others ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("claimed", [64, 1 << 60])
+def test_a_forged_reference_costs_no_memory(make_manager: Make, claimed: int) -> None:
+    store = StrictStore()
+    manager = make_manager(store, normalize_multimodal=True, dedup_multimodal=True)
+    meta, picture = meta_of(2, [FIELD]), {"pixel_values": torch.ones(1000)}
+    rows = NonTensorStack(picture, copy.deepcopy(picture))
+    asyncio.run(manager.put_data(TensorDict({FIELD: rows}, batch_size=2), meta))
+    source, referrer = sorted(store.stored())
+    row = open_row(memoryview(store.data[referrer]))
+    assert row.reference is not None
+    lie = msgspec.structs.replace(row.reference, nbytes=claimed)
+    store.data[referrer] = encode_frame(row.header.put, row.header.ord, 0, entries=None, ref=lie)
+    meta._custom_backend_meta[1][FIELD]["encoded_size"] = len(store.data[referrer])
+    found = len(store.data[source])
+    with pytest.raises(
+        StaleReferenceError, match=rf"index 0 a value of {found} bytes is there, .* \({claimed} bytes\)"
+    ):
+        asyncio.run(manager.get_data(meta.select_samples([1])))
 
 
 # --- announcements ----------------------------------------------------------------------------------------------------
