@@ -93,7 +93,7 @@ def _print(view: NodeView) -> None:
     # Rich would drop columns where the terminal is narrow; a wrapped line loses nothing.
     needed = max((Console(width=10_000).measure(table).maximum for table in tables), default=0)
     console.width = max(console.width, needed)
-    console.print(_state(view, time.time()))
+    console.print(_state(view, time.time()), soft_wrap=True)
     for backend, protocol, device, gdr in view.backends:
         console.print(f"backend={backend} protocol={protocol} device={device} gdr={gdr}")
     for table in tables:

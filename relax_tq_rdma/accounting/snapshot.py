@@ -123,7 +123,7 @@ def read_node(folder: Path) -> NodeView:
         ended=len(owners) - len(live) + retired.processes,
         backends=tuple(sorted({s.backend for s in snapshots if s.backend is not None and s.owner in live})),
         gauges=_summed(s.gauges for s in snapshots if s.owner in live),
-        written=max(s.written for s in (*snapshots, retired)),
+        written=max([retired.written, *(s.written for s in snapshots)]),
     )
 
 
@@ -155,7 +155,7 @@ def compact(folder: Path) -> None:
             absorbed=tuple(gone),
             processes=retired.processes + ended,
             rows=totals.to_rows(),
-            written=max(s.written for s in (*fresh, retired)),
+            written=max([retired.written, *(s.written for s in fresh)]),
         )
         write_json(folder / RETIRED, sums)
         for name in gone:
