@@ -33,6 +33,8 @@ class _Installed:
     waiting: AfterImport | None = None
     init: TqInit | None = None
     seams: TakenSeams | None = None
+    line: str = ""
+    """The start line of a driver that starts nothing."""
 
 
 _lock = threading.RLock()
@@ -88,9 +90,11 @@ def install(settings: Settings | argparse.Namespace | None = None, *, host: Host
             say(f"{PREFIX} {word} {finding.text}")
         _keep_settings(args, effective)
         if effective.touches_nothing:
-            if host is None or not host.own_data_plane:  # else what the job runs on is the host's to say
-                say(start_line(effective))
-            _installed = _Installed(effective)
+            # What a job with a data plane of the host's runs on is the host's to say.
+            line = "" if host is not None and host.own_data_plane else start_line(effective, host=host)
+            if line:
+                say(line)
+            _installed = _Installed(effective, line=line)
         else:
             _installed = _ready_as_driver(effective, host, of_host=args is not None)
 
@@ -122,11 +126,9 @@ def current_decision() -> Decision | None:
 def current_start_line() -> str:
     """The start line (``docs/reference/start-line.md``) as this driver printed it; empty before, and in a worker."""
     installed = _installed
-    if installed is None or installed.settings is None:
+    if installed is None:
         return ""
-    if installed.settings.touches_nothing:
-        return start_line(installed.settings)
-    return installed.init.start_line if installed.init is not None else ""
+    return installed.init.start_line if installed.init is not None else installed.line
 
 
 def uninstall() -> None:

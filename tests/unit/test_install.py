@@ -56,6 +56,29 @@ def test_with_no_flag_nothing_is_touched_and_the_start_line_is_printed(capsys: p
     assert relax_tq_rdma.current_decision() == Decision(backend="SimpleStorage", protocol="zmq")
 
 
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({}, "off"),
+        ({"per_rank_fetch": True, "tensor_parallel": 2, "pipeline_parallel": 1, "context_parallel": 1}, "on:x2"),
+        ({"per_rank_fetch": True, "rollout_routed_experts": True}, "off:rollout_routed_experts"),
+    ],
+)
+def test_with_no_flag_the_line_says_what_the_host_s_switch_comes_to(
+    capsys: pytest.CaptureFixture[str], facts: dict[str, Any], said: str
+) -> None:
+    relax_tq_rdma.install(Settings(), host=HostFacts(**facts))
+    *_, line = capsys.readouterr().err.splitlines()
+    assert parse_start_line(line)["per_rank_fetch"] == said
+    assert relax_tq_rdma.current_start_line() == line
+
+
+def test_where_the_host_has_a_data_plane_of_its_own_no_line_is_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+    relax_tq_rdma.install(Settings(), host=HostFacts(own_data_plane=True))
+    assert "backend=" not in capsys.readouterr().err
+    assert relax_tq_rdma.current_start_line() == ""
+
+
 def test_with_no_flag_nothing_heavy_is_imported() -> None:
     code = (
         "import sys, relax_tq_rdma as r; r.install(r.Settings()); r.uninstall(); "
