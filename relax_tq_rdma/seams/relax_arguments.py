@@ -12,11 +12,11 @@ import difflib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from relax_tq_rdma.errors import DataplaneError, SeamError, UsageError
-from relax_tq_rdma.flags import FLAGS, add_arguments
+from relax_tq_rdma.flags import FLAGS, Flag, add_arguments
 from relax_tq_rdma.say import say
 from relax_tq_rdma.seams.base import SeamReport
 from relax_tq_rdma.seams.host_code import installed_host, problem
@@ -97,7 +97,7 @@ class RelaxArguments:
                 raise SeamError(f"seam {self.name}: the host's parser {why} ({installed_host()}): {_WAY_OUT}")
             known = [option for parser in parsers for option in parser._option_string_actions]
             complain_of_unknown(sys.argv[1:], known)
-            complain_of_unknown_keys(vars(args), [option.strip("-").replace("-", "_") for option in known])
+            complain_of_unknown_keys(args, {action.dest for parser in parsers for action in parser._actions})
             self._then(args)
             return args
 
@@ -117,32 +117,48 @@ def _or_exit(parse: Callable[..., Any]) -> Callable[..., Any]:
     return parse_args
 
 
-def complain_of_unknown(argv: Iterable[str], known: Sequence[str]) -> None:
+def complain_of_unknown(argv: Iterable[str], known: Container[str]) -> None:
     """
     Raises:
         UsageError: a flag has a prefix of the plugin, however it is spelt, or is all but one of its flags, and no
             parser knows it.
     """
-    ours = [flag.name for flag in FLAGS]
     for word in argv:
         name = word.partition("=")[0]
-        if not name.startswith("--") or name in known:
-            continue
-        spelt = name.lower().replace("_", "-")
-        close = difflib.get_close_matches(spelt, ours, n=1, cutoff=0.65 if spelt.startswith(_PREFIXES) else 0.9)
-        if close or spelt.startswith(_PREFIXES):
-            hint = f"did you mean {close[0]}?" if close else "relax-tq-rdma doctor --explain-flags lists them all"
-            raise UsageError(f"unknown flag {name}: {hint}")
+        if name.startswith("--") and name not in known:
+            _complain(f"flag {name}", name, lambda flag: flag.name)
 
 
-def complain_of_unknown_keys(keys: Iterable[str], known: Sequence[str]) -> None:
-    """The host's ``--custom-config-path`` file makes an attribute of whatever it holds.
+def complain_of_unknown_keys(args: argparse.Namespace, known: Container[str]) -> None:
+    """The same for the YAML file of the host's ``--custom-config-path``, of which every key becomes an attribute.
 
-    Raises:
-        UsageError: an attribute that no parser knows is all but one of the plugin's settings.
+    The file is read, and not the attributes: the host may set some for itself that no parser knows (``tq_config``).
     """
-    for key in keys:
-        spelt = key.lower().replace("-", "_")
-        close = difflib.get_close_matches(spelt, [flag.dest for flag in FLAGS], n=1, cutoff=0.9)
-        if close and key not in known:
-            raise UsageError(f"unknown key {key} in the file of --custom-config-path: did you mean {close[0]}?")
+    for key in _keys_of_file(getattr(args, "custom_config_path", None)):
+        if key not in known:
+            _complain(f"key {key} in the file of --custom-config-path", key, lambda flag: flag.dest)
+
+
+def _complain(what: str, name: str, shown: Callable[[Flag], str]) -> None:
+    spelt = "--" + name.lstrip("-").lower().replace("_", "-")
+    is_ours = spelt.startswith(_PREFIXES)
+    ours = {flag.name: flag for flag in FLAGS}
+    close = difflib.get_close_matches(spelt, ours, n=1, cutoff=0.65 if is_ours else 0.9)
+    if close:
+        raise UsageError(f"unknown {what}: did you mean {shown(ours[close[0]])}?")
+    if is_ours:
+        raise UsageError(f"unknown {what}: relax-tq-rdma doctor --explain-flags lists them all")
+
+
+def _keys_of_file(path: str | None) -> list[str]:
+    """Top-level keys. A file that cannot be read is the host's business, which has read it before."""
+    if not path:
+        return []
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    return [str(key) for key in found] if isinstance(found, dict) else []

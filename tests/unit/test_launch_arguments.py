@@ -13,7 +13,7 @@ import pytest
 
 from relax_tq_rdma import SeamError, Settings, UsageError
 from relax_tq_rdma.flags import FLAGS
-from relax_tq_rdma.seams.relax_arguments import MODULE, RelaxArguments
+from relax_tq_rdma.seams.relax_arguments import MODULE, RelaxArguments, complain_of_unknown_keys
 from tests.host_module import forget, modules_in
 
 HOST = """
@@ -27,8 +27,14 @@ def parse_args(add_custom_arguments=None):
     group = parser.add_argument_group("host")
     group.add_argument("--fully-async", action="store_true")
     {more}
+    parser.add_argument("--custom-config-path")
     args, _ = parser.parse_known_args(sys.argv[1:])
     {after}
+    if args.custom_config_path:
+        import yaml
+        with open(args.custom_config_path) as file:
+            for key, value in (yaml.safe_load(file) or dict()).items():
+                setattr(args, key, value)
     return args
 """
 
@@ -95,12 +101,44 @@ def test_a_flag_that_only_this_host_has_is_not_unknown(parse: Parse) -> None:
     assert parse("--tq-something-of-its-own", "x", more=more).tq_something_of_its_own == "x"
 
 
-def test_a_misspelt_key_of_the_host_s_configuration_file_is_an_error(parse: Parse) -> None:
-    assert Settings.from_args(parse(after="args.tq_storage_backend = 'mooncake'")).wants_mooncake
-    with pytest.raises(UsageError, match=r"unknown key tq_storage_backends .* did you mean tq_storage_backend\?"):
-        parse(after="args.tq_storage_backends = 'mooncake'")
-    with pytest.raises(UsageError, match=r"unknown key tq-host-staging .* did you mean tq_host_staging\?"):
-        parse(after="setattr(args, 'tq-host-staging', True)")
+def config(tmp_path: Path, text: str) -> tuple[str, str]:
+    (tmp_path / "job.yaml").write_text(text)
+    return "--custom-config-path", str(tmp_path / "job.yaml")
+
+
+def test_the_host_s_configuration_file_may_hold_our_settings(parse: Parse, tmp_path: Path) -> None:
+    file = config(tmp_path, "tq_storage_backend: mooncake\nits_own: {tq_nested: 1}\ntensor_model_parallel_size: 2\n")
+    assert Settings.from_args(parse(*file)).wants_mooncake
+    for text in ("", "- a list\n"):
+        assert complain_of_unknown_keys(argparse.Namespace(custom_config_path=config(tmp_path, text)[1]), ()) is None
+    assert complain_of_unknown_keys(argparse.Namespace(custom_config_path="/not/there.yaml"), ()) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("tq_storage_backends", "did you mean tq_storage_backend?"),
+        ("tq-host-staging", "did you mean tq_host_staging?"),
+        ("TQ_Host_Staging", "did you mean tq_host_staging?"),
+        ("rollout_group_shared_processor", "did you mean rollout_group_share_processor?"),
+        ("dataplane_counting", "did you mean dataplane_accounting?"),
+        ("tq_colour", "relax-tq-rdma doctor --explain-flags lists them all"),
+    ],
+)
+def test_an_unknown_key_of_ours_is_an_error(parse: Parse, tmp_path: Path, key: str, hint: str) -> None:
+    with pytest.raises(UsageError) as err:
+        parse(*config(tmp_path, f"fully_async: true\n{key}: 1\n"))
+    assert str(err.value) == f"unknown key {key} in the file of --custom-config-path: {hint}"
+
+
+def test_what_is_the_host_s_own_is_not_unknown(parse: Parse, tmp_path: Path) -> None:
+    """A key that one of its flags has, a key far from ours, and an attribute that it sets by itself."""
+    args = parse(
+        *config(tmp_path, "tq_of_its_own: 3\nanything_else: 1\n"),
+        more='group.add_argument("--tq-its-flag", dest="tq_of_its_own", type=int, default=1)',
+        after="args.tq_config = None",
+    )
+    assert (args.tq_of_its_own, args.anything_else) == (3, 1)
 
 
 def test_off_and_on_of_a_yaml_file_are_booleans(parse: Parse) -> None:
