@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from relax_tq_rdma.errors import UsageError
@@ -43,3 +43,21 @@ class Parser(argparse.ArgumentParser):
         if not close:
             self.error(f"unknown flag {name}")
         return f"unknown flag {name}: did you mean {known[close[0]]}?"
+
+
+def positive(text: str) -> int:
+    """Type of an argument: a whole number above 0."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def whole(lowest: int, highest: int) -> Callable[[str], int]:
+    """Type of an argument: a whole number in a range, both ends included."""
+
+    def number(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and lowest <= int(text) <= highest):
+            raise argparse.ArgumentTypeError(f"expected a whole number from {lowest} to {highest}, got {text!r}")
+        return int(text)
+
+    return number

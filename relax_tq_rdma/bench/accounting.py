@@ -1,4 +1,4 @@
-"""What accounting costs: ``python -m relax_tq_rdma.bench.accounting --json``.
+"""What accounting costs: ``relax-tq-rdma bench accounting``.
 
 Moves one dict payload through real TransferQueue (SimpleStorage, local Ray) again and again, with accounting off and on
 ``summary`` in turn, so that drift hits both alike. ``overhead_percent`` compares the medians; ``noise_percent`` is by
@@ -8,12 +8,10 @@ measured directly: the time in accounting code on the very batches that were mov
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from importlib import metadata
@@ -21,18 +19,28 @@ from typing import Any
 
 import relax_tq_rdma
 from relax_tq_rdma import Settings, accounting
+from relax_tq_rdma.usage import Parser, positive
 
 SCHEMA = 1
+DESCRIPTION = """\
+Measure what --dataplane-accounting summary costs on a real TransferQueue, which this starts with a Ray of its own. An
+overhead below the noise says nothing; so the time in accounting code is measured directly, too."""
 ROWS = 64
 PATCH_VALUES = 1176  # one patch of a Qwen2-VL image: 3 channels x 2 frames x 14 x 14
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print the result."""
-    parser = argparse.ArgumentParser(prog="python -m relax_tq_rdma.bench.accounting", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark and print the result.
+
+    Raises:
+        UsageError: a wrong flag or value.
+    """
+    parser = Parser(prog="relax-tq-rdma bench accounting", description=DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument("--mib", type=_positive, default=256, help="payload in MiB")
-    parser.add_argument("--repeats", type=_positive, default=9, help="measured rounds of each mode")
+    parser.add_argument("--mib", type=positive, default=256, metavar="MIB", help="payload in MiB (default: 256)")
+    parser.add_argument(
+        "--repeats", type=positive, default=9, metavar="N", help="measured rounds of each mode (default: 9)"
+    )
     args = parser.parse_args(argv)
     result = bench(args.mib, args.repeats)
     if args.json:
@@ -154,14 +162,3 @@ def _noise(seconds: list[float]) -> float:
 
 def _spread(seconds: list[float]) -> dict[str, float]:
     return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
-    return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

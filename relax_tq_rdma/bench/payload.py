@@ -1,18 +1,21 @@
-"""Cost of the row format on many small rows: ``python -m relax_tq_rdma.bench.payload [--rows N] [--repeats K]``.
+"""Cost of the row format on many small rows: ``relax-tq-rdma bench payload``.
 
-Prints JSON: microseconds a row for encode and decode, minimum and median over the repeats, and whether every byte came
-back. Small rows show the fixed cost of a row; what a byte costs is a matter of ``memcpy`` (one copy in, none out).
+Small rows show the fixed cost of a row; what a byte costs is a matter of ``memcpy`` (one copy in, none out).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 import time
 
+from relax_tq_rdma.usage import Parser, positive
+
 SCHEMA = "relax-tq-rdma/bench-payload/1"
+DESCRIPTION = """\
+Measure what the row format costs on many small rows. Prints one JSON object: microseconds a row for encode and decode,
+minimum and median over the repeats, and whether every byte came back. Exit code: 0 it did, 1 it did not, 2 wrong
+usage."""
 
 
 def run(rows: int, repeats: int) -> dict[str, object]:
@@ -46,17 +49,15 @@ def run(rows: int, repeats: int) -> dict[str, object]:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point; exit status 1 when a byte did not come back."""
-    parser = argparse.ArgumentParser(prog="python -m relax_tq_rdma.bench.payload", description=__doc__)
-    parser.add_argument("--rows", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=15)
+    """Measure and print.
+
+    Raises:
+        UsageError: a wrong flag or value.
+    """
+    parser = Parser(prog="relax-tq-rdma bench payload", description=DESCRIPTION)
+    parser.add_argument("--rows", type=positive, default=4096, metavar="N", help="rows of a batch (default: 4096)")
+    parser.add_argument("--repeats", type=positive, default=15, metavar="N", help="measured rounds (default: 15)")
     args = parser.parse_args(argv)
-    if args.rows < 1 or args.repeats < 1:
-        parser.error("--rows and --repeats must be at least 1")
     result = run(args.rows, args.repeats)
     print(json.dumps(result, indent=2))
     return 0 if result["bytes_equal"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

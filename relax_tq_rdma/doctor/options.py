@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from relax_tq_rdma import env
 from relax_tq_rdma.errors import UsageError
 from relax_tq_rdma.flags import add_arguments
 from relax_tq_rdma.settings import Settings
-from relax_tq_rdma.usage import Parser
+from relax_tq_rdma.usage import Parser, positive
 
 DESCRIPTION = """\
 Look at this node (or, with --cluster, at every node of the Ray cluster) and say what a job with the given flags would
@@ -72,22 +71,18 @@ def _parser() -> Parser:
     own.add_argument(
         "--explain-flags", action="store_true", help="print every flag and the compatibility matrix, and end"
     )
-    own.add_argument("--nodes", type=_count, default=None, metavar="N", help="machines of the planned job (default: 1)")
+    own.add_argument(
+        "--nodes", type=positive, default=None, metavar="N", help="machines of the planned job (default: 1)"
+    )
     own.add_argument(
         "--processes-per-node",
-        type=_count,
+        type=positive,
         default=0,
         metavar="N",
         help="client processes of a node, for the memory plan (default: GPUs + 1, at least 2)",
     )
     add_arguments(parser)
     return parser
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return int(text)
 
 
 def _folder(text: str, source: str) -> Path:

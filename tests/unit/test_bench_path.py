@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from relax_tq_rdma.bench.path import payload, proof
+from relax_tq_rdma.bench.path import payload, proof, report
 from relax_tq_rdma.bench.path.cases import CASES, Case, chosen
 from relax_tq_rdma.bench.path.child import Child, ChildError, Refused
 from relax_tq_rdma.bench.path.copies import watching
 from relax_tq_rdma.bench.path.counters import ENGINE, counted, reading
-from relax_tq_rdma.bench.path.environment import check_memory, estimate
+from relax_tq_rdma.bench.path.environment import check_memory, describe, estimate, warnings
 from relax_tq_rdma.bench.path.figures import (
     CaseFigures,
     Side,
@@ -74,7 +75,7 @@ def test_tiers_may_be_given_again() -> None:
         (["--dup-shared"], "--dup-shared needs copies: add --dup 8"),
         (["-o", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (["-o", "/"], "-o /: a folder, not a file"),
-        (["--tire", "1"], "unrecognized arguments: --tire 1"),
+        (["--tire", "1"], "unknown flag --tire: did you mean --tier?"),
         (["--memcpy", "2"], "--memcpy"),
     ],
 )
@@ -94,9 +95,21 @@ def test_too_much_memory_is_refused_in_words() -> None:
         check_memory(parse(["--tier", "4096", "--retain", "64"]))
 
 
-def test_a_long_run_is_announced_in_minutes() -> None:
-    assert estimate(parse([])).endswith(" min")
-    assert estimate(parse(["--tier", "1", "--case", "engine", "--repeats", "1"])).endswith(" s")
+def test_how_long_it_takes_is_announced_with_the_start() -> None:
+    assert re.fullmatch(
+        r"7 cases, 9 rounds of each on 1, .* MiB: about \d+ s to start, then about .*min.*", estimate(parse([]))
+    )
+    short = estimate(parse(["--tier", "1", "--case", "engine", "--repeats", "1", "--retain", "0"]))
+    assert re.fullmatch(r"1 case, 2 rounds of each on 1 MiB: about \d+ s to start, then about 0 s", short)
+
+
+@pytest.mark.parametrize(("repeats", "told"), [(1, ["1 repeat: "]), (2, ["2 repeats: "]), (3, []), (7, [])])
+def test_medians_of_one_or_two_are_called_what_they_are(repeats: int, told: list[str]) -> None:
+    options = parse(["--repeats", str(repeats)])
+    assert [text.partition("a median")[0] for text in warnings(options)] == told
+    shown = report._header({**describe(options), "controller": "c"})
+    assert ("WARNING" in shown) == bool(told)
+    assert "retains 1 batch, " in shown
 
 
 # --- payload ----------------------------------------------------------------------------------------------------------

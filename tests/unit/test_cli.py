@@ -1,5 +1,6 @@
 """The console entry: help, version, exit codes, no stack traces."""
 
+import importlib
 import subprocess
 import sys
 
@@ -43,3 +44,44 @@ def test_errors_become_sentences_and_exit_codes(error, code, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines
     assert all(line.startswith("relax-tq-rdma: ") for line in lines)
+
+
+COMMANDS = {
+    "status": "coverage.cli.run",
+    "doctor": "doctor.cli.run",
+    "demo": "demo.cli.run",
+    "metrics": "accounting.cli.run",
+    "bench path": "bench.path.cli.run",
+    "bench soak": "bench.soak.cli.run",
+    "bench payload": "bench.payload.main",
+    "bench accounting": "bench.accounting.main",
+}
+
+
+def entry(name):
+    module, _, function = COMMANDS[name].rpartition(".")
+    return getattr(importlib.import_module(f"relax_tq_rdma.{module}"), function)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_helps_under_its_own_name(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as end:
+        entry(name)(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: relax-tq-rdma {name} ")
+    assert "``" not in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("--jsno", "unknown flag --jsno: did you mean --json?"), ("now", "unexpected argument 'now' (see")],
+)
+def test_every_command_refuses_what_it_does_not_know(name, word, said):
+    if name == "bench payload" and word == "--jsno":
+        said = "unknown flag --jsno (see"  # it knows no other form than JSON
+    with pytest.raises(UsageError) as error:
+        entry(name)([word])
+    assert str(error.value).startswith(said)

@@ -6,8 +6,8 @@ import json
 import sys
 import time
 
+from relax_tq_rdma.bench import output
 from relax_tq_rdma.bench.path.options import parse
-from relax_tq_rdma.errors import StartError
 
 
 def run(argv: list[str]) -> int:
@@ -18,7 +18,7 @@ def run(argv: list[str]) -> int:
         DataplaneError: a process could not be started or has ended.
     """
     options = parse(argv)
-    from relax_tq_rdma.bench.path.environment import check_memory, describe, estimate
+    from relax_tq_rdma.bench.path.environment import check_memory, describe, estimate, warnings
     from relax_tq_rdma.bench.path.figures import document
     from relax_tq_rdma.bench.path.measure import measure
     from relax_tq_rdma.bench.path.report import show
@@ -27,6 +27,8 @@ def run(argv: list[str]) -> int:
     say = _Progress()
     check_memory(options)
     say(estimate(options))
+    for warning in warnings(options):
+        say(f"WARNING {warning}")
     with signals.listening():
         result = measure(options, say)
     whole = document(describe(options), result.cases, result.limits)
@@ -35,11 +37,7 @@ def run(argv: list[str]) -> int:
         print(text)
     else:
         show(whole, result)
-    if options.output is not None:
-        try:
-            options.output.write_text(text + "\n", encoding="utf-8")
-        except OSError as exc:
-            raise StartError(f"-o {options.output} cannot be written: {(exc.strerror or str(exc)).lower()}") from None
+    output.write(options.output, text)
     return 1 if any(case.not_measured for case in result.cases) else 0
 
 

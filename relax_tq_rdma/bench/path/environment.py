@@ -18,11 +18,14 @@ from relax_tq_rdma.transport.hazards import installed_mooncake_version
 from relax_tq_rdma.transport.host_checks import available_memory
 from relax_tq_rdma.transport.sysfs import Tree
 from relax_tq_rdma.version import __version__
+from relax_tq_rdma.words import count, duration
 
 _PACKAGES = ("TransferQueue", "torch", "tensordict", "numpy")
 CONTROLLER = "TransferQueue's own controller and storage units, each in a plain process, without Ray"
-_START_SECONDS, _JOIN_SECONDS, _STEP_SECONDS = 12.0, 2.0, 0.1
+_START_SECONDS, _STEP_SECONDS = 12.0, 0.1
+_JOIN_SECONDS = {"mooncake": 2.0, "simple": 1.0}
 _PROCESSES_MIB = 2048
+FEWEST_REPEATS = 3
 _SLOWEST_GBS = {"mooncake": 0.35, "simple": 0.7}
 """Put, get and check of a batch, in 1e9 bytes a second: a guess for the estimate only."""
 
@@ -47,19 +50,33 @@ def describe(options: Options) -> dict[str, Any]:
         "pool_mib": options.pool,
         "repeats": options.repeats,
         "retained_batches": options.keep,
+        "warnings": warnings(options),
     }
 
 
+def warnings(options: Options) -> list[str]:
+    """What keeps the figures from being taken at their word; one sentence each."""
+    if options.repeats >= FEWEST_REPEATS:
+        return []
+    return [
+        f"{count(options.repeats, 'repeat')}: a median of fewer than {FEWEST_REPEATS} is no median, and no ratio of "
+        "this run proves anything: use --repeats 7 or more"
+    ]
+
+
 def estimate(options: Options) -> str:
-    """How long it will take, in words."""
+    """How long it will take, in words: to start, and then."""
     rounds = options.repeats + options.keep + 1
     moved_gb = sum(options.tiers) * MIB * rounds / 1e9
-    seconds = _START_SECONDS
+    start, run = _START_SECONDS, 0.0
     for case in options.cases:
-        seconds += _JOIN_SECONDS + moved_gb / _SLOWEST_GBS[case.backend] + rounds * len(options.tiers) * _STEP_SECONDS
+        start += _JOIN_SECONDS[case.backend]
+        run += moved_gb / _SLOWEST_GBS[case.backend] + rounds * len(options.tiers) * _STEP_SECONDS
     tiers = ", ".join(map(str, options.tiers))
-    about = f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
-    return f"{len(options.cases)} cases, {rounds} rounds of each on {tiers} MiB: about {about}"
+    return (
+        f"{count(len(options.cases), 'case')}, {count(rounds, 'round')} of each on {tiers} MiB: "
+        f"about {duration(start)} to start, then about {duration(run)}"
+    )
 
 
 def check_memory(options: Options) -> None:

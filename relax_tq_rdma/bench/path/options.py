@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
+from relax_tq_rdma.bench import output
 from relax_tq_rdma.bench.path.cases import NAMES, Case, chosen
 from relax_tq_rdma.errors import UsageError
+from relax_tq_rdma.usage import Parser, whole
 
 PROG = "relax-tq-rdma bench path"
 DESCRIPTION = """\
@@ -42,7 +42,7 @@ def parse(argv: Sequence[str]) -> Options:
     Raises:
         UsageError: an unknown flag or a bad value; the message names it.
     """
-    args = _parser().parse_args(list(argv))
+    args = _parser().parse_args(argv)
     cases = chosen(args.case or (), args.backend or (), args.dup)
     if not cases:
         raise UsageError(
@@ -53,10 +53,7 @@ def parse(argv: Sequence[str]) -> Options:
         raise UsageError(f"--rows {args.rows} cannot be cut into groups of --dup {args.dup}")
     if args.dup_shared and args.dup == 1:
         raise UsageError("--dup-shared needs copies: add --dup 8")
-    if args.output is not None and args.output.is_dir():
-        raise UsageError(f"-o {args.output}: a folder, not a file")
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise UsageError(f"-o {args.output}: there is no folder {args.output.absolute().parent}")
+    output.check(args.output)
     return Options(
         tiers=sorted(set(args.tier or TIERS)),
         rows=args.rows,
@@ -72,27 +69,20 @@ def parse(argv: Sequence[str]) -> Options:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message.removeprefix('argument ')} (see {PROG} --help)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=PROG, description=DESCRIPTION, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> Parser:
+    parser = Parser(prog=PROG, description=DESCRIPTION)
     add = parser.add_argument
     add(
         "--tier",
-        type=_number(1, 4096),
+        type=whole(1, 4096),
         action="append",
         metavar="MIB",
         help=f"payload in MiB; may be given again (default: {', '.join(map(str, TIERS))})",
     )
-    add("--rows", type=_number(1, 65536), default=64, metavar="N", help="rows of a batch (default: 64)")
+    add("--rows", type=whole(1, 65536), default=64, metavar="N", help="rows of a batch (default: 64)")
     add(
         "--dup",
-        type=_number(1, 64),
+        type=whole(1, 64),
         default=1,
         metavar="N",
         help="equal copies of each row, as a group of samples of one prompt has (default: 1)",
@@ -102,10 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the copies are the same tensors, as with --rollout-group-share-processor (default: equal, but separate)",
     )
-    add("--repeats", type=_number(1, 1000), default=7, metavar="N", help="measured rounds of all cases (default: 7)")
+    add("--repeats", type=whole(1, 1000), default=7, metavar="N", help="measured rounds of all cases (default: 7)")
     add(
         "--retain",
-        type=_number(0, 64),
+        type=whole(0, 64),
         default=1,
         metavar="N",
         help="batches that the consumer keeps alive, as the host does (default: 1)",
@@ -120,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--pool-mib",
-        type=_number(1, 65536),
+        type=whole(1, 65536),
         default=1024,
         metavar="MIB",
         help="--tq-host-staging-mb of the cases with a staging pool (default: 1024)",
@@ -129,12 +119,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="one JSON object on stdout (docs/reference/bench-path.md)")
     add("-o", "--output", type=Path, metavar="FILE", help="write the JSON object to a file, too")
     return parser
-
-
-def _number(lowest: int, highest: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and lowest <= int(text) <= highest):
-            raise argparse.ArgumentTypeError(f"expected a whole number from {lowest} to {highest}, got {text!r}")
-        return int(text)
-
-    return number

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from relax_tq_rdma.bench.path.figures import CaseFigures, Side
 from relax_tq_rdma.bench.path.measure import Result
+from relax_tq_rdma.words import count
 
 _COLUMNS = ("GB/s", "limit", "median s", "range s", "copies", "fresh", "reg", "moved MB", "RSS +MB", "CPU s", "rungs")
 _WIDTH = 170
@@ -44,8 +45,9 @@ def _header(shared: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in shared["versions"].items())
     return (
         f"{versions}; {shared['cpus']} CPUs; MC_STORE_MEMCPY={int(shared['mc_store_memcpy'])}\n{shared['controller']}; "
-        f"Mooncake: {shared['mooncake']}\n{shared['repeats']} repeats, the consumer retains "
-        f"{shared['retained_batches']} batches, pool {shared['pool_mib']} MiB. A ratio above 1: the plugin is faster."
+        f"Mooncake: {shared['mooncake']}\n{count(shared['repeats'], 'repeat')}, the consumer retains "
+        f"{count(shared['retained_batches'], 'batch', 'batches')}, pool {shared['pool_mib']} MiB. "
+        "A ratio above 1: the plugin is faster." + "".join(f"\nWARNING {warning}" for warning in shared["warnings"])
     )
 
 
@@ -59,7 +61,9 @@ def _ratios(medians: dict[str, float | None], best: dict[str, float | None]) -> 
 
 def _table(tier: int, cases: list[CaseFigures], limits: dict[str, float | None]) -> Table:
     first = cases[0]
-    table = Table(title=f"{tier} MiB: {first.payload_bytes / 1e6:.1f} MB in {first.rows} rows, groups of {first.dup}")
+    table = Table(
+        title=f"{tier} MiB: {first.payload_bytes / 1e6:.1f} MB in {count(first.rows, 'row')}, groups of {first.dup}"
+    )
     table.add_column("case")
     table.add_column("")
     for name in _COLUMNS:

@@ -7,8 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+from relax_tq_rdma.bench import output
 from relax_tq_rdma.bench.soak.options import Options, parse
 from relax_tq_rdma.errors import StartError
+from relax_tq_rdma.words import duration
 
 _INTERRUPTED = 130
 _PROCESSES_MIB = 2048
@@ -27,20 +29,21 @@ def run(argv: list[str]) -> int:
     from relax_tq_rdma.demo import signals
 
     _check_memory(options)
+    say = _Progress()
+    say(f"{duration(options.seconds)} of load, then all is read; to start, and to end, takes about half a minute more")
     result, surroundings = Result(), environment()
     try:
         with signals.listening():
-            soak(options, _Progress(), result)
+            soak(options, say, result)
     except KeyboardInterrupt:
         result.interrupted = True
     whole = document(options, result, surroundings)
     text = json.dumps(whole, indent=2)
-    if options.output is not None:
-        options.output.write_text(text + "\n", encoding="utf-8")
     if options.json:
         print(text)
     else:
         show(options, result)
+    output.write(options.output, text)
     if result.interrupted:
         return _INTERRUPTED
     return 0 if whole["verdict"]["ok"] else 1

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
+from relax_tq_rdma.bench import output
 from relax_tq_rdma.bench.soak.content import KIB, MIB, Shape
 from relax_tq_rdma.errors import UsageError
+from relax_tq_rdma.usage import Parser, whole
 
 PROG = "relax-tq-rdma bench soak"
 DESCRIPTION = """\
@@ -64,9 +64,8 @@ def parse(argv: Sequence[str]) -> Options:
     Raises:
         UsageError: an unknown flag or a bad value; the message names it.
     """
-    args = _parser().parse_args(list(argv))
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise UsageError(f"-o {args.output}: there is no folder {args.output.absolute().parent}")
+    args = _parser().parse_args(argv)
+    output.check(args.output)
     if args.max_row_kib * KIB > args.pool_mib * MIB // 16:
         raise UsageError(
             f"--max-row-kib {args.max_row_kib} is more than a sixteenth of --pool-mib {args.pool_mib}: such rows may "
@@ -89,73 +88,57 @@ def parse(argv: Sequence[str]) -> Options:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message.removeprefix('argument ')} (see {PROG} --help)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=PROG, description=DESCRIPTION, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> Parser:
+    parser = Parser(prog=PROG, description=DESCRIPTION)
     add = parser.add_argument
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--minutes", type=_number(1, 24 * 60), default=30, metavar="N", help="how long to move batches (default: 30)"
+        "--minutes", type=whole(1, 24 * 60), default=30, metavar="N", help="how long to move batches (default: 30)"
     )
-    length.add_argument("--seconds", type=_number(10, 24 * 3600), metavar="N", help="the same, in seconds")
+    length.add_argument("--seconds", type=whole(10, 24 * 3600), metavar="N", help="the same, in seconds")
     add("--consumers", type=int, choices=(1, 2), default=2, help="processes that share the batches (default: 2)")
     add(
         "--pool-mib",
-        type=_number(64, 65536),
+        type=whole(64, 65536),
         default=512,
         metavar="MIB",
         help="--tq-host-staging-mb of each process; the producer's segment is twice that (default: 512)",
     )
     add(
         "--max-row-kib",
-        type=_number(1, 1 << 20),
+        type=whole(1, 1 << 20),
         default=16 * 1024,
         metavar="KIB",
         help="largest row; the smallest has 1 KiB (default: 16384)",
     )
     add(
         "--keep",
-        type=_number(1, 1000),
+        type=whole(1, 1000),
         default=48,
         metavar="N",
         help="most batches that a consumer holds at one time (default: 48)",
     )
     add(
         "--pause-ms",
-        type=_number(0, 60_000),
+        type=whole(0, 60_000),
         default=0,
         metavar="MS",
         help="mean pause between two puts, to leave the machine to others (default: 0)",
     )
     add(
         "--linger-ms",
-        type=_number(0, 60_000),
+        type=whole(0, 60_000),
         default=200,
         metavar="MS",
         help="mean time that a consumer takes for a batch; it has two under way (default: 200)",
     )
     add(
         "--interval",
-        type=_number(1, 600),
+        type=whole(1, 600),
         metavar="S",
         help="seconds between samples (default: a sixtieth of the run, at most 5)",
     )
-    add("--seed", type=_number(0, 2**31), default=1, metavar="N", help="of everything random (default: 1)")
+    add("--seed", type=whole(0, 2**31), default=1, metavar="N", help="of everything random (default: 1)")
     add("--json", action="store_true", help="one JSON object on stdout")
     add("-o", "--output", type=Path, metavar="FILE", help="write the JSON object to a file, too")
     return parser
-
-
-def _number(lowest: int, highest: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and lowest <= int(text) <= highest):
-            raise argparse.ArgumentTypeError(f"expected a whole number from {lowest} to {highest}, got {text!r}")
-        return int(text)
-
-    return number

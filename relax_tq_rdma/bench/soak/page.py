@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_tq_rdma.bench.soak.content import MIB
+from relax_tq_rdma.words import count
 
 _MODULE = "relax_tq_rdma.bench.soak.page"
 _MOMENTS = 13
@@ -51,7 +52,7 @@ def _header(run: Mapping[str, Any]) -> str:
     return (
         f"{shared['started']}, {versions}; {shared['cpus']} CPUs, {shared['memory_bytes'] / 2**30:.0f} GiB.\n\n"
         f"{run['seconds'] / 60:.1f} minutes over Mooncake, {shared['mooncake']}. Layers: {layers}. One producer and "
-        f"{asked['consumers']} consumers that share the batches, pool {asked['pool_mib']} MiB each, segment "
+        f"{count(asked['consumers'], 'consumer')} of the batches, pool {asked['pool_mib']} MiB each, segment "
         f"{asked['segment_mib']} MiB, rows from 1 KiB to {asked['max_row_kib']} KiB and one of "
         f"{asked['pool_mib'] * 3 // 4 + 1} MiB, up to {asked['keep']} batches held by each consumer, "
         f"{asked['pause'] * 1000:.0f} ms between puts and {asked['linger'] * 1000:.0f} ms for a batch on average, "

@@ -22,6 +22,7 @@ from relax_tq_rdma.bench.soak.verdict import Check, after_first_step, growth, ho
 from relax_tq_rdma.bench.soak.worker import LAYERS
 from relax_tq_rdma.transport.hazards import installed_mooncake_version
 from relax_tq_rdma.version import __version__
+from relax_tq_rdma.words import count
 
 SCHEMA = "relax-tq-rdma/bench-soak/1"
 _PACKAGES = ("TransferQueue", "torch", "tensordict", "numpy")
@@ -77,8 +78,10 @@ def show(options: Options, result: Result) -> bool:
     console = Console(width=max(_WIDTH, Console().width), highlight=False)
     totals, checks = result.totals, verdict(result, options.pool_mib)
     console.print(
-        f"{result.seconds:.0f} s with {options.consumers} consumers, pool {options.pool_mib} MiB, seed {options.seed}: "
-        f"{totals.steps} steps, {totals.puts} puts, {totals.gets} gets, {totals.rows_read} rows, "
+        f"{result.seconds:.0f} s with {count(options.consumers, 'consumer')}, pool {options.pool_mib} MiB, "
+        f"seed {options.seed}: "
+        f"{count(totals.steps, 'step')}, {count(totals.puts, 'put')}, {count(totals.gets, 'get')}, "
+        f"{count(totals.rows_read, 'row')}, "
         f"{totals.bytes_checked / 1e9:.1f} GB; {_cores(result):.2f} cores"
     )
     if result.samples:
