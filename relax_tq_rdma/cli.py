@@ -15,6 +15,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # as plain as the help of the commands
     help="The data plane of a Relax job: probe it, run it, measure it.",
 )
 
@@ -39,7 +40,7 @@ def _root(
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def train(ctx: typer.Context) -> None:
-    """Run a Relax job with the plugin: train -- ARGUMENTS OF RELAX AND FLAGS OF THE PLUGIN."""
+    """Run a Relax job with the plugin: train -- ARGUMENTS."""
     from relax_tq_rdma.launch.cli import run
 
     _exit_with(run, ctx.args)
@@ -47,7 +48,7 @@ def train(ctx: typer.Context) -> None:
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def status(ctx: typer.Context) -> None:
-    """Show the processes of the running job, what each of them uses, and which of them differ."""
+    """Show the processes of the running job, and which of them differ."""
     from relax_tq_rdma.coverage.cli import run
 
     _exit_with(run, ctx.args)
@@ -55,7 +56,7 @@ def status(ctx: typer.Context) -> None:
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def doctor(ctx: typer.Context) -> None:
-    """Probe this node, or with --cluster all nodes, and say what the job would decide and why."""
+    """Say what a job would run on here, or on the cluster, and why."""
     from relax_tq_rdma.doctor.cli import run
 
     _exit_with(run, ctx.args)
@@ -63,7 +64,7 @@ def doctor(ctx: typer.Context) -> None:
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def demo(ctx: typer.Context) -> None:
-    """Run a small fully-async job on real pictures through real TransferQueue."""
+    """Run a small job on real pictures through real TransferQueue."""
     from relax_tq_rdma.demo.cli import run
 
     _exit_with(run, ctx.args)
@@ -71,7 +72,7 @@ def demo(ctx: typer.Context) -> None:
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def metrics(ctx: typer.Context) -> None:
-    """Show the byte and stage totals of the jobs on this node."""
+    """Show the byte and stage totals of a job on this node."""
     from relax_tq_rdma.accounting.cli import run
 
     _exit_with(run, ctx.args)
@@ -83,7 +84,7 @@ app.add_typer(bench, name="bench")
 
 @bench.command("path", context_settings=_PASS_THROUGH, add_help_option=False)
 def bench_path(ctx: typer.Context) -> None:
-    """What a batch costs from producer to consumer: engine, TransferQueue, and the plugin layer by layer."""
+    """What a batch costs, without the plugin and layer by layer."""
     from relax_tq_rdma.bench.path.cli import run
 
     _exit_with(run, ctx.args)
@@ -91,7 +92,7 @@ def bench_path(ctx: typer.Context) -> None:
 
 @bench.command("soak", context_settings=_PASS_THROUGH, add_help_option=False)
 def bench_soak(ctx: typer.Context) -> None:
-    """Whether the data plane stays correct, and stays the same, under random load at the pool's cap."""
+    """Whether all stays correct under random load at the pool's cap."""
     from relax_tq_rdma.bench.soak.cli import run
 
     _exit_with(run, ctx.args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **named: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **named)
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **named)
 
     def parse_args(  # type: ignore[override]  # a namespace to fill is of no use here
         self, argv: Sequence[str]
@@ -43,6 +44,12 @@ class Parser(argparse.ArgumentParser):
         if not close:
             self.error(f"unknown flag {name}")
         return f"unknown flag {name}: did you mean {known[close[0]]}?"
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """As argparse does it, but a flag is never cut at a hyphen: it could not be searched for or pasted."""
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def positive(text: str) -> int:

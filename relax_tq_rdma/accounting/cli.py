@@ -20,7 +20,8 @@ from relax_tq_rdma.words import count, duration
 SCHEMA = 1
 DESCRIPTION = """\
 Show the byte and stage totals of a job on this node, from what its processes have published, whether it still runs
-here, and how old the news are. Needs --dataplane-accounting in the job, and the same RTQ_RUN_DIR here."""
+here, and how old the news are. Needs --dataplane-accounting in the job, and the same RTQ_RUN_DIR here. Exit code: 0 ok,
+1 no job of this node has published anything, 2 wrong usage."""
 
 
 def run(argv: list[str]) -> int:
@@ -35,7 +36,12 @@ def run(argv: list[str]) -> int:
         description=DESCRIPTION,
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    parser.add_argument("--job", default="", help="token of the job; default: the one that published last")
+    parser.add_argument(
+        "--job",
+        default="",
+        metavar="TOKEN",
+        help="the job, by the token that relax-tq-rdma status shows (default: one that runs, else the last one)",
+    )
     args = parser.parse_args(argv)
     view = _find(run_dir(snapshot.FOLDER), args.job)
     if args.json:

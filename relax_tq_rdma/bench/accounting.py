@@ -24,7 +24,8 @@ from relax_tq_rdma.usage import Parser, positive
 SCHEMA = 1
 DESCRIPTION = """\
 Measure what --dataplane-accounting summary costs on a real TransferQueue, which this starts with a Ray of its own. An
-overhead below the noise says nothing; so the time in accounting code is measured directly, too."""
+overhead below the noise says nothing; so the time in accounting code is measured directly, too. Exit code: 0 measured,
+2 wrong usage."""
 ROWS = 64
 PATCH_VALUES = 1176  # one patch of a Qwen2-VL image: 3 channels x 2 frames x 14 x 14
 

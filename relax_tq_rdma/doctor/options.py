@@ -60,7 +60,11 @@ def parse(argv: Sequence[str]) -> tuple[Options, Settings]:
 def _parser() -> Parser:
     parser = Parser(prog="relax-tq-rdma doctor", description=DESCRIPTION)
     own = parser.add_argument_group("doctor")
-    own.add_argument("--cluster", action="store_true", help="look at every alive node of the running Ray cluster")
+    own.add_argument(
+        "--cluster",
+        action="store_true",
+        help="look at every alive node of the running Ray cluster: that of RAY_ADDRESS, else the one on this machine",
+    )
     own.add_argument(
         "--root",
         metavar="DIR",

@@ -23,6 +23,7 @@ usage: relax-tq-rdma train -- ARGUMENTS OF RELAX AND FLAGS OF THE PLUGIN
 Run a Relax job with the plugin, where python -m relax.entrypoints.train ARGUMENTS would run it without. The flags are
 those of relax-tq-rdma doctor --explain-flags; with none of them the job runs as without the plugin. After the --,
 --help is the host's, with the plugin's group in it. How to do the same from an entry point of your own: docs/relax.md.
+Exit code: the host's; 1 also where the data plane does not start as asked, 2 also for wrong flags of the plugin.
 """
 
 

@@ -19,6 +19,7 @@ def test_help_lists_the_commands_and_version_prints():
     shown = run("--help")
     assert shown.returncode == 0
     assert all(name in shown.stdout for name in ("doctor", "demo", "metrics"))
+    assert "..." not in shown.stdout.partition("Commands:")[2], "a line that does not fit tells half of it"
     assert run("--version").stdout.startswith("relax-tq-rdma ")
 
 
