@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from relax_tq_rdma.errors import UsageError
 
+_MOST_DIGITS = 12  # of a number of MiB
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -105,6 +107,33 @@ def of_job(environ: Mapping[str, str]) -> dict[str, str]:
     return {v.name: environ[v.name] for v in VARIABLES if not v.of_node and environ.get(v.name)}
 
 
+def check() -> None:
+    """See that every variable that must hold a number or a switch does: in the driver, where it can still be mended.
+
+    Raises:
+        UsageError: one does not.
+    """
+    for size in (SEGMENT_MB, LOCAL_BUFFER_MB, DEDUP_CACHE_MB, RECYCLED_MB):
+        mebibytes(size)
+    for duration in (STORE_CALL_SECONDS, STORE_WAIT_SECONDS, COHORT_SPLIT_SECONDS):
+        seconds(duration)
+    switch(PAYLOAD_CHECKSUM)
+
+
+def mebibytes(variable: Variable) -> int:
+    """Value of a variable that holds a size, in bytes.
+
+    Raises:
+        UsageError: it is not a whole number of MiB above 0, or one that 64 bits of bytes cannot hold.
+    """
+    text = variable.read().strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) > 0):
+        raise UsageError(
+            f"{variable.name}={text[:40]!r}: expected MiB as a whole number above 0, for example {variable.default}"
+        )
+    return int(text) * 2**20
+
+
 def seconds(variable: Variable) -> float:
     """Value of a variable that holds a duration.
 
@@ -118,7 +147,7 @@ def seconds(variable: Variable) -> float:
         value = 0.0
     if not 0 < value < 86400:
         raise UsageError(
-            f"{variable.name}={text!r}: expected seconds as a number above 0, for example {variable.default}"
+            f"{variable.name}={text[:40]!r}: expected seconds as a number above 0, for example {variable.default}"
         )
     return value
 
@@ -131,5 +160,5 @@ def switch(variable: Variable) -> bool:
     """
     text = variable.read()
     if text not in ("0", "1"):
-        raise UsageError(f"{variable.name}={text!r}: expected 0 or 1")
+        raise UsageError(f"{variable.name}={text[:40]!r}: expected 0 or 1")
     return text == "1"

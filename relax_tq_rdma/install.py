@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from relax_tq_rdma import compat
+from relax_tq_rdma import compat, env
 from relax_tq_rdma.compat import HostFacts
 from relax_tq_rdma.errors import StartError, UsageError
 from relax_tq_rdma.say import say
@@ -55,7 +55,8 @@ def install(settings: Settings | argparse.Namespace | None = None, *, host: Host
     is printed, and what has no effect.
 
     Raises:
-        UsageError: a combination of flags that cannot work, or other settings than those installed before.
+        UsageError: a combination of flags that cannot work, an ``RTQ_*`` variable whose value is none, or other
+            settings than those installed before.
         SeamError: the installed TransferQueue, Ray or Relax does not fit.
     """
     global _installed
@@ -175,6 +176,7 @@ def _keep_settings(args: argparse.Namespace | None, effective: Settings) -> None
 
 
 def _ready_as_driver(settings: Settings, host: HostFacts | None, *, of_host: bool) -> _Installed:
+    env.check()
     if settings.wants_mooncake:
         quiet_native_log()
     from relax_tq_rdma.seams import driver

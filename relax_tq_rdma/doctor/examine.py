@@ -105,7 +105,7 @@ def examine(options: Options, settings: Settings) -> Diagnosis:
     seams = _seams(settings)
     facts = _facts(seams)
     findings, settings = compat.findings(settings, facts), compat.in_force(settings, facts)
-    if settings.wants_mooncake:
+    if not settings.touches_nothing:
         _check_own_settings(options, settings)
     asked = settings if settings.wants_mooncake else ALL_CAPABILITIES
     where = "the nodes of the cluster" if options.cluster else "this node"
@@ -129,9 +129,8 @@ def examine(options: Options, settings: Settings) -> Diagnosis:
 
 def _check_own_settings(options: Options, settings: Settings) -> None:
     """What the job would only notice when it is too late to ask anybody."""
-    for variable in (env.STORE_CALL_SECONDS, env.STORE_WAIT_SECONDS):
-        env.seconds(variable)
-    if settings.mooncake_auto_init == "job-owned" and str(options.root) == "/":
+    env.check()
+    if settings.wants_mooncake and settings.mooncake_auto_init == "job-owned" and str(options.root) == "/":
         run_dir("masters")
 
 

@@ -15,7 +15,7 @@ from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.staging.segment import planned_size
 from relax_tq_rdma.staging.store import buffer_pool_type
 from relax_tq_rdma.transport.host_checks import pinnable_bytes
-from relax_tq_rdma.transport.memory import client_sizes, mebibytes, shown, staging_that_fits
+from relax_tq_rdma.transport.memory import client_sizes, shown, staging_that_fits
 from relax_tq_rdma.transport.mooncake_facts import explain_import_error
 from relax_tq_rdma.transport.native import reach_master
 from relax_tq_rdma.transport.sysfs import Tree
@@ -78,7 +78,7 @@ def client_config(config: Any, master: str, *, staging: int = 0) -> dict[str, An
         raise StartError(f"the job's Mooncake master has no usable address: {exc}") from None
     plain = dict(config.items())
     plain["global_segment_size"] = 0 if mounts_later() else planned_size()
-    plain["local_buffer_size"] = int(plain.get("local_buffer_size") or mebibytes(env.LOCAL_BUFFER_MB)) + staging
+    plain["local_buffer_size"] = int(plain.get("local_buffer_size") or env.mebibytes(env.LOCAL_BUFFER_MB)) + staging
     plain["local_hostname"] = env.LOCAL_HOSTNAME.read() or plain.get("local_hostname", "")
     return plain
 

@@ -31,7 +31,6 @@ from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.staging.columns import rows_of, with_rows
 from relax_tq_rdma.staging.recycled import Recycled
 from relax_tq_rdma.staging.references import SourceCache, SourceReader, Wanted, wanted_sources
-from relax_tq_rdma.transport.memory import mebibytes
 
 if TYPE_CHECKING:
 
@@ -60,8 +59,8 @@ class PayloadMixin(ABC, _Manager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._memory = Recycled(keep=mebibytes(env.RECYCLED_MB))
-        self._sources = SourceReader(SourceCache(mebibytes(env.DEDUP_CACHE_MB), self._memory.take))
+        self._memory = Recycled(keep=env.mebibytes(env.RECYCLED_MB))
+        self._sources = SourceReader(SourceCache(env.mebibytes(env.DEDUP_CACHE_MB), self._memory.take))
         self._checksum = env.switch(env.PAYLOAD_CHECKSUM)
         self._told: set[str] = set()
 

@@ -18,7 +18,7 @@ from relax_tq_rdma.staging.errors import OK, StoreFault, meaning
 from relax_tq_rdma.staging.regions import Regions
 from relax_tq_rdma.staging.store import CheckedStore
 from relax_tq_rdma.transport.host_checks import available_memory
-from relax_tq_rdma.transport.memory import MIB, mebibytes, shown
+from relax_tq_rdma.transport.memory import MIB, shown
 from relax_tq_rdma.transport.sysfs import Tree
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def planned_size() -> int:
         StoreFault: there is not even room for one large put.
         UsageError: ``RTQ_SEGMENT_MB`` is no size.
     """
-    wanted = mebibytes(env.SEGMENT_MB)
+    wanted = env.mebibytes(env.SEGMENT_MB)
     available, _ = available_memory(Tree(Path("/")))
     room = int((available or 0) * MEMORY_SHARE) // MIB * MIB
     if available is None or wanted <= room:

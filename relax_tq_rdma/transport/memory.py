@@ -10,11 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from relax_tq_rdma import env
-from relax_tq_rdma.errors import UsageError
 from relax_tq_rdma.settings import Settings
 
 MIB = 1024 * 1024
-_MOST_DIGITS = 12  # of a size: a MiB count of more is a slip of the keyboard, and no 64-bit number of bytes
 SMALLEST_STAGING = 16 * MIB
 """A pool that had to shrink below this serves too little to be worth its memory."""
 
@@ -84,18 +82,6 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     knob: str
 
 
-def mebibytes(variable: env.Variable) -> int:
-    """Value of a size variable in bytes.
-
-    Raises:
-        UsageError: it is not a whole number of MiB above 0.
-    """
-    text = variable.read().strip()
-    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) > 0):
-        raise UsageError(f"{variable.name}={text!r}: expected MiB as a whole number above 0, for example 4096")
-    return int(text) * MIB
-
-
 def client_sizes(settings: Settings) -> ClientSizes:
     """Sizes of each client of a Mooncake job.
 
@@ -104,13 +90,13 @@ def client_sizes(settings: Settings) -> ClientSizes:
     """
     staging = settings.host_staging_mb * MIB if settings.host_staging else 0
     return ClientSizes(
-        segment=mebibytes(env.SEGMENT_MB),
-        buffer=mebibytes(env.LOCAL_BUFFER_MB),
+        segment=env.mebibytes(env.SEGMENT_MB),
+        buffer=env.mebibytes(env.LOCAL_BUFFER_MB),
         staging=staging,
         gpu_staging=settings.gdr_staging_mb * MIB if settings.use_gdr else 0,
         results=staging,  # a reader may be given as much again as the pool lends
-        copies=mebibytes(env.RECYCLED_MB) if settings.dedup_multimodal else 0,
-        sources=mebibytes(env.DEDUP_CACHE_MB) if settings.dedup_multimodal else 0,
+        copies=env.mebibytes(env.RECYCLED_MB) if settings.dedup_multimodal else 0,
+        sources=env.mebibytes(env.DEDUP_CACHE_MB) if settings.dedup_multimodal else 0,
     )
 
 

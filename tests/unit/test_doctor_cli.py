@@ -383,10 +383,11 @@ def test_a_bad_size_in_the_environment(tmp_path: Path, monkeypatch: pytest.Monke
         run(["--root", str(healthy(tmp_path).root), *MOONCAKE])
 
 
-def test_a_bad_duration_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", [MOONCAKE, ["--dataplane-accounting", "summary"]])
+def test_a_bad_duration_in_the_environment(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RTQ_STORE_CALL_SECONDS", "abc")
     with pytest.raises(UsageError, match="RTQ_STORE_CALL_SECONDS='abc'"):
-        run(["--root", str(healthy(tmp_path).root), *MOONCAKE])
+        run(["--root", str(healthy(tmp_path).root), *flags])
 
 
 def test_a_run_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

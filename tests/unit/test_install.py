@@ -57,6 +57,28 @@ def test_with_no_flag_nothing_is_touched_and_the_start_line_is_printed(capsys: p
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RTQ_SEGMENT_MB", "4G"),
+        ("RTQ_LOCAL_BUFFER_MB", "9" * 13),
+        ("RTQ_DEDUP_CACHE_MB", "\udcff"),
+        ("RTQ_RECYCLED_MB", "-1"),
+        ("RTQ_STORE_CALL_SECONDS", "nan"),
+        ("RTQ_STORE_WAIT_SECONDS", "0"),
+        ("RTQ_COHORT_SPLIT_SECONDS", "soon"),
+        ("RTQ_PAYLOAD_CHECKSUM", "yes"),
+    ],
+)
+def test_a_variable_whose_value_is_none_is_refused_in_the_driver(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=rf"^{name}=.*: expected [^\n]{{5,90}}$"):
+        relax_tq_rdma.install(COUNTING)
+    relax_tq_rdma.install(Settings())  # nothing of it is used
+
+
+@pytest.mark.parametrize(
     ("facts", "said"),
     [
         ({}, "off"),
