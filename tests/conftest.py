@@ -22,7 +22,12 @@ from typing import Any
 import psutil
 import pytest
 
+import tests.fast_start.sitecustomize  # noqa: F401 (this process has started already)
+
 TOKEN = "RTQ_TEST_SESSION"
+FAST_START = Path(__file__).with_name("fast_start")
+"""On ``PYTHONPATH`` of all that a test starts: see its ``sitecustomize.py``."""
+
 GRACE_SECONDS = 15.0
 """Ray's processes end by themselves a few seconds after the driver lets go."""
 
@@ -39,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[TOKEN] = secrets.token_hex(16)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a hub is wrong
+    path = [str(FAST_START), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, path)))
     if not os.environ.get("RTQ_RUN_DIR"):
         run_dir = tempfile.mkdtemp(prefix="rtq-test-")
         os.environ["RTQ_RUN_DIR"] = config.stash[_KEY_RUN_DIR] = run_dir

@@ -29,7 +29,11 @@ def cohort(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, "PYTHONPATH": f"{STANDIN}{os.pathsep}{os.getcwd()}", "STANDIN_LINE": request.param},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(STANDIN), os.getcwd(), os.environ["PYTHONPATH"]]),
+            "STANDIN_LINE": request.param,
+        },
     )
     assert done.returncode == 0, done.stderr[-3000:]
     document = json.loads(done.stdout.splitlines()[-1])

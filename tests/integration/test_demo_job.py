@@ -153,7 +153,7 @@ def test_too_few_cpus_are_a_sentence(cluster):
 
 
 def test_transfer_queue_0_1_10_on_plain_mooncake_and_data_parallel_cohorts_train_on_the_same_rows(plain, tq_0110):
-    doc = document("--tp", "1", "--dp", "2", *MOONCAKE, env={"PYTHONPATH": str(tq_0110)})
+    doc = document("--tp", "1", "--dp", "2", *MOONCAKE, env={"PYTHONPATH": str(tq_0110)})  # and no tests/fast_start
     assert doc["decision"]["backend"] == "MooncakeStore"
     assert doc["decision"]["protocol"] == "tcp"
     assert "verify: 1/1 round trips, wire=local" in doc["summary_line"]

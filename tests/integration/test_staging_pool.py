@@ -175,7 +175,8 @@ def test_an_older_wheel_takes_memory_of_each_call(mooncake_0310: Path, tmp_path:
     binary = mooncake_0310 / "mooncake" / "mooncake_master"
     binary.chmod(0o755)
     master = MooncakeMaster(tmp_path / "old.log", binary=binary)
-    environ = {**os.environ, "MC_STORE_MEMCPY": "0", "RTQ_SEGMENT_MB": "64", "PYTHONPATH": str(mooncake_0310)}
+    path = os.pathsep.join([str(mooncake_0310), os.environ["PYTHONPATH"]])
+    environ = {**os.environ, "MC_STORE_MEMCPY": "0", "RTQ_SEGMENT_MB": "64", "PYTHONPATH": path}
     try:
         done = subprocess.run(
             [sys.executable, "-c", code, master.address],

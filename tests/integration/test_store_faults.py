@@ -192,7 +192,7 @@ def test_an_older_wheel_that_cannot_mount_later(
         "client.close()\n"
         "print(mounts_later(), torch.equal(got[0], torch.arange(9)), got[1])\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(mooncake_0310))
+    monkeypatch.setenv("PYTHONPATH", str(mooncake_0310), prepend=os.pathsep)
     binary = mooncake_0310 / "mooncake" / "mooncake_master"
     binary.chmod(0o755)
     master = start_master(binary=binary)  # master and clients must be of one version (FC-16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import relax_tq_rdma
 from relax_tq_rdma import SeamError, Settings, UsageError
 from relax_tq_rdma.flags import add_arguments
 from relax_tq_rdma.seams.relax_args import settings_of
+from tests.conftest import FAST_START
 from tests.host_module import modules_in
 
 taken_seams = sys.modules["relax_tq_rdma.install"].taken_seams  # the name in the package is the function
@@ -175,7 +177,7 @@ def test_a_worker_takes_the_host_s_seams_when_they_are_there(host: Write, caplog
 def autoloaded(code: str, *argv: str, path: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", f"import relax_tq_rdma.autoload, sys\n{code}", *argv],
-        env={"PYTHONPATH": path, "PATH": ""},
+        env={"PYTHONPATH": os.pathsep.join(filter(None, [path, str(FAST_START)])), "PATH": ""},
         capture_output=True,
         text=True,
         timeout=60,
