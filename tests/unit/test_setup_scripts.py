@@ -23,6 +23,7 @@ TOOLS = (
     "grep",
     "mkdir",
     "mv",
+    "nice",
     "rm",
     "sed",
     "sha256sum",
@@ -281,6 +282,32 @@ def test_real_verbs_that_cannot_run_are_a_loud_and_counted_skip(
     assert ("with RTQ_RDMA_OPTIONAL=1 it would not be" in result.stderr) == (code == 1)
     assert "tests: 0 passed, 0 failed, 39 skipped" in result.stdout
     assert [line.split()[:2] for line in result.stdout.splitlines() if line.startswith("rdma ")] == [["rdma", "SKIP"]]
+
+
+@pytest.mark.parametrize(
+    ("code", "closing", "row"),
+    [
+        (0, "=== 25 passed in 9.0s ===", ["rdma", "ok"]),
+        (1, "=== 1 failed, 24 passed in 9.0s ===", ["rdma", "FAILED"]),
+        (77, "[softroce 1 s] cannot run here: no qemu", ["rdma", "SKIP"]),
+    ],
+)
+def test_the_guest_runs_beside_others_and_is_shown_whole_in_its_turn(
+    tree: Tree, code: int, closing: str, row: list[str]
+) -> None:
+    guest = f'case "$*" in *"-m scripts.softroce"*) echo booting; /bin/sleep 1; echo "{closing}"; exit {code};; esac'
+    until_it_runs = f'until grep -q softroce "{tree.calls}"; do :; done'
+    unit = f'case "$*" in *"-m pytest"*tests/unit*) {until_it_runs}; echo "=== 7 passed in 0.1s ==="; exit 0;; esac'
+    tree.python(ALL_LIBRARIES_LOAD, guest, unit, SKIPS, pip=UNPACKS)
+    result = tree.run("test.sh", "all")
+    calls = tree.calls.read_text()
+    assert calls.index("scripts.softroce fast") < calls.index("tests/host")
+    lines = result.stdout.splitlines()
+    table = [line.split()[:2] for line in lines[lines.index(next(line for line in lines if "== result" in line)) :]]
+    assert row in table
+    assert lines[lines.index("booting") : lines.index("booting") + 2] == ["booting", closing]
+    assert lines.index("=== 7 passed in 0.1s ===") < lines.index("booting")
+    assert ("NO TEST OF REAL VERBS HAS RUN: no qemu" in result.stderr) == (code == 77)
 
 
 def test_a_guest_that_fails_fails_the_run(tree: Tree) -> None:
