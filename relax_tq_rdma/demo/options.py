@@ -10,6 +10,7 @@ from relax_tq_rdma.demo.mesh import Mesh
 from relax_tq_rdma.errors import UsageError
 from relax_tq_rdma.flags import add_arguments
 from relax_tq_rdma.settings import Settings
+from relax_tq_rdma.transport import address
 from relax_tq_rdma.usage import Parser
 
 MAX_STAGES = 4  # layers of the model
@@ -114,6 +115,7 @@ def _parser() -> Parser:
     )
     job.add_argument(
         "--ray-address",
+        type=_ray_address,
         default=default.ray_address,
         metavar="HOST:PORT",
         help="use this running Ray cluster, or auto: that of RAY_ADDRESS, else the one on this machine "
@@ -146,6 +148,13 @@ def _at_least(least: int) -> type[int]:
         return value
 
     return number  # type: ignore[return-value]  # argparse takes any callable
+
+
+def _ray_address(text: str) -> str:
+    try:
+        return text if text in ("", "auto") else str(address.parse(text))  # the default is parsed, too
+    except UsageError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
 
 
 def _seed(text: str) -> int:

@@ -23,9 +23,12 @@ from transfer_queue.storage.managers.base import StorageManagerFactory
 
 import relax_tq_rdma
 from relax_tq_rdma import Settings, StartError, TransferError
+from relax_tq_rdma.coverage import board
+from relax_tq_rdma.coverage import cli as status
 from relax_tq_rdma.seams import tq_init
 from relax_tq_rdma.section import KEY
 from relax_tq_rdma.transport import controller
+from relax_tq_rdma.transport import start as start_path
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
 
@@ -330,3 +333,30 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert controller.find() is None
     assert ray.util.list_named_actors(all_namespaces=True) == []
     assert interface._TQ_CLIENT is None
+
+
+def test_a_job_is_seen_from_the_beginning_of_its_start_and_a_failed_start_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    really = start_path.start_job
+    seen: list[board.Board] = []
+
+    def look_then_start(*args: Any, **named: Any) -> Any:
+        seen.append(board.read())
+        if len(seen) == 1:
+            raise StartError("not today")
+        return really(*args, **named)
+
+    monkeypatch.setattr(start_path, "start_job", look_then_start)
+    relax_tq_rdma.install(COUNTING)
+    with pytest.raises(StartError, match="not today"):
+        tq.init(HOST_CONF)
+    with pytest.raises(StartError, match="no job with the plugin runs on this Ray cluster, and none is starting"):
+        status.look()
+    tq.init(HOST_CONF)
+    for at_the_time in seen:
+        with pytest.raises(StartError, match=r"job \w{16} has been starting for \d+ s \(driver pid \d+ on "):
+            status.of_the_running_job(at_the_time, time.time())
+    found = status.look()
+    assert found.job.start_line == relax_tq_rdma.current_start_line()
+    assert [process.role for process in found.processes] == ["driver"]

@@ -35,6 +35,8 @@ def test_job_and_plugin_flags_together():
         (["--tq-normalise-multimodal"], "did you mean --tq-normalize-multimodal?"),
         (["--dataplane-acounting=summary"], "unknown flag --dataplane-acounting: did you mean --dataplane-accounting?"),
         (["--zzzzzz"], "unknown flag --zzzzzz (see"),
+        (["--ray-address", "nowhere"], "--ray-address: 'nowhere' is not HOST:PORT"),
+        (["--ray-address", ":6379"], "--ray-address: ':6379' is not HOST:PORT"),
         (["steps"], "unexpected argument 'steps'"),
         (["--steps", "0"], "--steps: expected 1 or more, got 0"),
         (["--seed", "x"], "--seed: expected a whole number, got 'x'"),
