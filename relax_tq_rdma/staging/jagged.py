@@ -6,9 +6,11 @@ Upstream copies the rows of each get a second time, into a nested tensor: half t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
+
+from relax_tq_rdma.payload.encode import ordinary_memory
 
 
 def jagged_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -36,11 +38,10 @@ def jagged_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if not nbytes:
         return None
     start = first.storage_offset() * first.itemsize
-    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+    whole = ordinary_memory(0).set_(storage)
     values = torch.from_numpy(whole.numpy()[start : start + nbytes]).view(first.dtype).view(-1, *first.shape[1:])
     lengths = [row.shape[0] for row in tensors]
-    offsets = torch.zeros(len(tensors) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor(lengths), 0, out=offsets[1:])
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device="cpu")
     nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(
         values, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
     )

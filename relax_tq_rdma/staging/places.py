@@ -11,6 +11,7 @@ import torch
 from transfer_queue.utils import serial_utils
 
 from relax_tq_rdma import accounting
+from relax_tq_rdma.payload.encode import ordinary_memory
 from relax_tq_rdma.payload.format import aligned
 from relax_tq_rdma.staging.rows import EncodedRow
 from relax_tq_rdma.staging.values import Value
@@ -59,7 +60,7 @@ def single(values: Sequence[Value], allocate: Allocate) -> list[Place]:
 
 def side_by_side(values: Sequence[Value]) -> list[Place]:
     """Places of bytes in one fresh block, so that it is one region to register; each with a storage of its own."""
-    block = torch.empty(sum(aligned(one.nbytes) for one in values), dtype=torch.uint8).numpy()
+    block = ordinary_memory(sum(aligned(one.nbytes) for one in values)).numpy()
     places, at = [], 0
     for one in values:
         places.append(Place(one, torch.from_numpy(block[at : at + one.nbytes])))

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from relax_tq_rdma.payload.encode import ordinary_memory
 from relax_tq_rdma.staging.loans import Inbox, lend
 
 SMALL_BYTES = 64 * 1024
@@ -49,7 +50,7 @@ class Recycled:
     def take(self, nbytes: int) -> torch.Tensor:
         """A contiguous 1-D uint8 CPU tensor of ``nbytes``, 64-byte aligned, its content left over from others."""
         if nbytes < SMALL_BYTES:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return ordinary_memory(nbytes)
         with self._lock:
             self._back.empty()
             block = self._reuse(nbytes)
@@ -91,7 +92,7 @@ class Recycled:
 
 def _fresh(size: int) -> torch.Tensor:
     if size < MAPPED_BYTES:
-        return torch.empty(size, dtype=torch.uint8)
+        return ordinary_memory(size)
     try:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as exc:

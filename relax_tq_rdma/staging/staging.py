@@ -23,6 +23,7 @@ from transfer_queue.storage.clients import mooncake_client as upstream
 
 from relax_tq_rdma import accounting
 from relax_tq_rdma.accounting import Direction, Path, StagingRung
+from relax_tq_rdma.payload.encode import ordinary_memory
 from relax_tq_rdma.payload.format import ALIGN, aligned
 from relax_tq_rdma.staging import places as placing
 from relax_tq_rdma.staging.batches import Job, cut
@@ -142,7 +143,7 @@ class Staging:
     def _put(self, path: Path, batch: Sequence[Parcel]) -> None:
         names = [one.one.stored for one in batch]
         with about(names), self._borrow(room_for(batch)) as piece:
-            memory = piece.memory if piece else torch.empty(room_for(batch), dtype=torch.uint8)
+            memory = piece.memory if piece else ordinary_memory(room_for(batch))
             with accounting.stage("encode"):
                 views = write_all(batch, memory)
             if piece is None:
@@ -173,7 +174,7 @@ class Staging:
     def _allocate(self, nbytes: int) -> tuple[torch.Tensor, bool]:
         pool = self._pool
         if pool is None:
-            return torch.empty(nbytes, dtype=torch.uint8), False
+            return ordinary_memory(nbytes), False
         lent = pool.lend(nbytes) if nbytes >= LEND_BYTES else None
         return (lent, True) if lent is not None else (self._recycled.take(nbytes), False)
 

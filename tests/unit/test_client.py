@@ -20,6 +20,7 @@ from relax_tq_rdma.errors import StartError, TransferError
 from relax_tq_rdma.payload import decode_row, plan_column
 from relax_tq_rdma.section import KEY
 from relax_tq_rdma.staging.client import DataplaneMooncakeStoreClient
+from relax_tq_rdma.staging.columns import as_column
 from relax_tq_rdma.staging.errors import StoreFault
 from relax_tq_rdma.transport.memory import MIB
 from tests.mooncake import backend_config
@@ -497,6 +498,23 @@ def test_a_forked_child_does_not_set_up_a_store_of_its_own(make_client: MakeClie
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"host_staging": True, "host_staging_mb": 32}])
+def test_memory_is_the_hosts_whatever_the_callers_default_device_is(make_client: MakeClient, settings: Any) -> None:
+    """A trainer may run under ``torch.set_default_device("cuda")``."""
+    client = make_client(StrictStore(), settings=settings)
+    tensors = [torch.arange(float(size)) for size in (3, 40_000, 500_000, 500_000)]
+    rows = plan_column([{"x": tensors[1]}, {"x": tensors[0]}])
+    keys, values = [f"{n}@x" for n in range(7)], [*tensors, *rows.planned(), {"a": 1}]
+    with torch.device("meta"):
+        got = client.get(keys, custom_backend_meta=client.put(keys, values))
+        column = as_column(got[2:4])
+        decoded = [decode_row(row.memory)["x"] for row in got[4:6]]
+    assert all(map(torch.equal, got[:4], tensors))
+    assert all(map(torch.equal, column.unbind(), tensors[2:]))
+    assert all(map(torch.equal, decoded, [tensors[1], tensors[0]]))
+    assert got[6] == {"a": 1}
 
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
