@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from relax_tq_rdma.usage import Parser
 from relax_tq_rdma.words import count, duration
 
 SCHEMA = 1
+_SHOWN = 8
 DESCRIPTION = """\
 Show the byte and stage totals of a job on this node, from what its processes have published, whether it still runs
 here, and how old the news are. Needs --dataplane-accounting in the job, and the same RTQ_RUN_DIR here. Exit code: 0 ok,
@@ -84,11 +86,17 @@ def _find(root: Path, job: str) -> NodeView:
     views = [view for view in views if view.live or view.ended]
     if not views:
         which = f"job {job!r}" if job else "any job"
+        others = sorted(folder.name for folder in root.iterdir() if folder.is_dir()) if job else []
         raise DataplaneError(
-            f"no metrics of {which} in {root}: start the job with --dataplane-accounting summary, "
-            "and give the same RTQ_RUN_DIR here"
+            f"no metrics of {which} in {root}{f', but of {_some(others)}' if others else ''}: start the job with "
+            "--dataplane-accounting summary, and give the same RTQ_RUN_DIR here"
         )
     return max(views, key=lambda view: (bool(view.live), view.written))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _print(view: NodeView) -> None:

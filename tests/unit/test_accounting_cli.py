@@ -101,6 +101,13 @@ def test_nothing_published_is_one_sentence_with_a_way_out(run_dir, argv):
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_the_jobs_that_are_there_are_named_beside_one_that_is_not(run_dir):
+    for number in range(10):
+        publish(run_dir, f"j{number}", 8)
+    with pytest.raises(DataplaneError, match=r"no metrics of job 'x' in .*, but of j0, j1, .*, j7 and 2 more: start"):
+        cli.run(["--job", "x"])
+
+
 def test_the_help_is_for_people(capsys):
     with pytest.raises(SystemExit) as end:
         cli.run(["--help"])
