@@ -20,7 +20,7 @@ import msgspec
 
 from relax_tq_rdma.errors import StartError
 from relax_tq_rdma.transport.address import join
-from relax_tq_rdma.transport.master_supervisor import STOP_GRACE_SECONDS, Event, Record, Request, log_tail
+from relax_tq_rdma.transport.master_supervisor import STOP_GRACE_SECONDS, Event, Record, Request, file_problem, log_tail
 from relax_tq_rdma.transport.process import boot_scope, module_command, module_environment, own_id
 from relax_tq_rdma.transport.rundir import run_dir
 
@@ -81,10 +81,13 @@ class Master:
         ends = time.monotonic() + limit
         if self._process is not None:
             raise StartError(f"the master of job {self.job} was started before")
-        reap(limit / 2)
-        _prune_logs()
-        # The supervisor gives up first and says why; the margin is for its own start.
-        self._process = self._spawn(ends - time.monotonic() - 1.0)
+        try:
+            reap(limit / 2)
+            _prune_logs()
+            # The supervisor gives up first and says why; the margin is for its own start.
+            self._process = self._spawn(ends - time.monotonic() - 1.0)
+        except OSError as exc:
+            raise StartError(f"the job-owned mooncake_master could not be started: {file_problem(exc)}") from None
         event = self._next_event(ends - time.monotonic())
         if event is not None and event.kind == "ready":
             self._ready = event

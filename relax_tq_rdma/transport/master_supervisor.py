@@ -112,6 +112,11 @@ def log_tail(path: str, lines: int = 6) -> str:
     return " | ".join(told[-lines:]) or "nothing was logged"
 
 
+def file_problem(exc: OSError) -> str:
+    """A file of the run folder that cannot be written, as on a full disk, in words."""
+    return f"{exc.filename or 'a file'} cannot be written ({exc.strerror}): set RTQ_RUN_DIR to a folder that has room"
+
+
 class Supervisor:
     """Owner of one master. ``wanted`` tells whether the job still wants it; it is asked all the time."""
 
@@ -136,6 +141,9 @@ class Supervisor:
             return 0
         except StartError as exc:
             say(Event(kind="failed", reason=str(exc)))
+            return 1
+        except OSError as exc:
+            say(Event(kind="failed", reason=file_problem(exc)))
             return 1
         finally:
             self.stop()

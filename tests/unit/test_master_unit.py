@@ -8,7 +8,7 @@ import pytest
 from relax_tq_rdma.errors import StartError
 from relax_tq_rdma.transport import master
 from relax_tq_rdma.transport.master import Master, master_binary, reap
-from relax_tq_rdma.transport.master_supervisor import Record, log_tail, master_command
+from relax_tq_rdma.transport.master_supervisor import Record, Request, Supervisor, log_tail, master_command
 from relax_tq_rdma.transport.process import ProcessId, own_id
 from relax_tq_rdma.transport.rundir import run_dir
 
@@ -89,6 +89,37 @@ def test_a_token_that_cannot_name_a_file_is_refused(job):
 
 def test_stop_without_start_does_nothing():
     Master("job").stop()
+
+
+def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path):
+    (run_dir("masters") / "job.log").mkdir()
+    with pytest.raises(
+        StartError, match=r"could not be started: .*job\.log cannot be written \(Is a directory\): set RTQ"
+    ):
+        Master("job", binary=tmp_path / "mooncake_master").start(5.0)
+
+
+def test_a_record_that_cannot_be_written_is_one_sentence_and_nothing_is_left(tmp_path):
+    binary = tmp_path / "mooncake_master"
+    binary.write_text("#!/bin/sh\nexec sleep 60\n")
+    binary.chmod(0o755)
+    request = Request(
+        job="job",
+        host="127.0.0.1",
+        binary=str(binary),
+        record=str(tmp_path / "gone" / "job.json"),
+        log=str(tmp_path / "log"),
+        locks=str(run_dir("ports")),
+        limit_seconds=5.0,
+        driver=own_id(),
+    )
+    told = []
+    supervisor = Supervisor(request, lambda seconds: True)
+    assert supervisor.run(told.append) == 1
+    assert [event.kind for event in told] == ["failed"]
+    assert "gone/job.tmp cannot be written (No such file or directory)" in told[0].reason
+    assert supervisor._child.poll() is not None
+    assert list(run_dir("ports").iterdir()) == []
 
 
 # --- reaping ----------------------------------------------------------------------------------------------------------
