@@ -65,7 +65,7 @@ def warnings(options: Options) -> list[str]:
 
 
 def estimate(options: Options) -> str:
-    """How long it will take, in words: to start, and then."""
+    """How long it will take on an idle machine, in words: to start, and then."""
     rounds = options.repeats + options.keep + 1
     moved_gb = sum(options.tiers) * MIB * rounds / 1e9
     start, run = _START_SECONDS, 0.0
@@ -75,7 +75,7 @@ def estimate(options: Options) -> str:
     tiers = ", ".join(map(str, options.tiers))
     return (
         f"{count(len(options.cases), 'case')}, {count(rounds, 'round')} of each on {tiers} MiB: "
-        f"about {duration(start)} to start, then about {duration(run)}"
+        f"about {duration(start)} to start, then about {duration(run)} on an idle machine"
     )
 
 
