@@ -81,12 +81,10 @@ python_versions() {
 # shellcheck disable=SC2317  # called through part
 pytest() { "${NICE[@]}" "$VENV/bin/python" -m pytest --color="$COLOR" --tb=short "$@"; }
 
-unit() { part unit pytest -n 2 --dist loadfile tests/unit "$@"; }
-
-# Real processes under real deadlines: on a busy machine one can be missed. What failed is run once more, alone, and
+# The deadlines are real: on a busy machine one can be missed. What failed is run once more, alone, and
 # counts as failed only if it fails again; both runs stay in the table. Two files run at a time, in the order given, so
 # that no long one comes last. $1: name; rest: pytest arguments.
-on_real_services() {
+with_second_try() {
   local name=$1 failed_before=$FAILED tests_before=$FAILED_TESTS
   shift
   FAILED=0 # of this part alone: an earlier one that failed must not take away its second try
@@ -100,24 +98,26 @@ on_real_services() {
   FAILED=$((FAILED | failed_before))
 }
 
+unit() { with_second_try unit tests/unit "$@"; }
+
 integration() {
-  on_real_services integration tests/integration "$@"
+  with_second_try integration tests/integration "$@"
   on_old_transfer_queue "$@"
 }
 
-host() { on_real_services host tests/host -m "not host_full" "$@"; }
+host() { with_second_try host tests/host -m "not host_full" "$@"; }
 
 # Both in one queue, so that no core is idle at the end of the first.
 host_and_integration() {
-  on_real_services host+integration tests/host tests/integration -m "not host_full" "$@"
+  with_second_try host+integration tests/host tests/integration -m "not host_full" "$@"
   on_old_transfer_queue "$@"
 }
 
 on_old_transfer_queue() {
   local files
-  mapfile -t files < <(grep -rl --include='test_*.py' tq_versions tests) # collecting the others takes as long as running these
+  mapfile -t files < <(grep -rl --include='test_*.py' tq_versions tests) # to collect all the others takes as long
   export PYTHONPATH=$TQ_OLD_DIR RTQ_TEST_EXPECT_TQ=$TQ_OLD
-  on_real_services "transferqueue-$TQ_OLD" "${files[@]}" -m tq_versions "$@"
+  with_second_try "transferqueue-$TQ_OLD" "${files[@]}" -m tq_versions "$@"
   unset PYTHONPATH RTQ_TEST_EXPECT_TQ
 }
 
@@ -129,8 +129,8 @@ rdma() {
   rdma_was_skipped "${RTQ_RDMA_OPTIONAL:-}" "$@"
 }
 
-# The fast set, beside the parts from here to end_rdma: the guest keeps little more than one core busy, and they let it go
-# first. Whatever ends this script ends the guest too (scripts/softroce/host.py).
+# The fast set, beside the parts from here to end_rdma: the guest keeps little more than one core busy, and they give way
+# to it. Whatever ends this script ends the guest too (scripts/softroce/host.py).
 begin_rdma() {
   rm -f -- "$CACHE/rdma.rc"
   {
@@ -139,7 +139,7 @@ begin_rdma() {
     echo "$code" >"$CACHE/rdma.rc"
   } &
   RDMA_PID=$!
-  NICE=(nice -n 19)
+  NICE=(nice -n 5)
 }
 
 end_rdma() {
