@@ -26,8 +26,9 @@ TRIES = 3
 SILENT_TRIES = 1
 """More tries when the master does not answer: the engine itself has tried for 4 s by then (measured)."""
 
-READ_SECONDS = 10.0
-"""How long after its first failure a read may still be tried again; one try alone can take 30 to 60 s (FC-27)."""
+READ_SECONDS = 30.0
+"""How long after its begin a read may still be tried again. The engine gives a silent peer up after 30 to 60 s (FC-27);
+after that it is not asked once more."""
 
 _COMES_BACK = frozenset({NO_SPACE, TRANSFER_FAILED})
 """Waiting helps a put: a consumer clears rows; the master drops a dead process's segment after its ``client_ttl``."""
@@ -41,7 +42,7 @@ def pause_before_put(codes: Collection[int], tries: int, waited: float, limit: f
     Args:
         codes: of the values that failed.
         tries: rounds that failed so far, this one included.
-        waited: seconds since the first one failed.
+        waited: seconds since the first try began.
         limit: seconds to wait for room, or for a dead segment to be dropped (``RTQ_STORE_WAIT_SECONDS``).
     """
     if REFUSED.intersection(codes):

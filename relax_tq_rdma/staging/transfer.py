@@ -53,10 +53,16 @@ def retiring(retire: Callable[[], None]) -> Iterator[None]:
 
 
 def filled(keys: Sequence[str], buffers: Sequence[Buffer]) -> tuple[list[str], list[int], list[int]]:
-    """Keys, addresses and sizes of the buffers that have any bytes: the store takes no empty ones (-600)."""
-    pairs = [(key, buffer) for key, buffer in zip(keys, buffers, strict=True) if buffer.nbytes]
-    pointers, sizes = [buffer.data_ptr() for _, buffer in pairs], [buffer.nbytes for _, buffer in pairs]
-    return [key for key, _ in pairs], pointers, sizes
+    """Keys, addresses and sizes of the buffers that have any bytes."""
+    return some_bytes(keys, [buffer.data_ptr() for buffer in buffers], [buffer.nbytes for buffer in buffers])
+
+
+def some_bytes(
+    keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]
+) -> tuple[list[str], list[int], list[int]]:
+    """Those that have any bytes: the store takes no empty values (-600)."""
+    kept = [one for one in zip(keys, pointers, sizes, strict=True) if one[2]]
+    return [key for key, _, _ in kept], [pointer for _, pointer, _ in kept], [size for _, _, size in kept]
 
 
 @dataclass(frozen=True)
@@ -185,14 +191,14 @@ class Transfer:
     ) -> None:
         """Repeat ``attempt`` with what failed, after the pause that ``judge`` gives; ``judge`` raises to give up."""
         left = list(zip(keys, pointers, sizes, strict=True))
-        tries, since = 0, 0.0
+        tries, began = 0, time.monotonic()
         while left:
             with about([one[0] for one in left]):
                 failed = attempt([one[0] for one in left], [one[1] for one in left], [one[2] for one in left])
             left = [one for one in left if one[0] in failed]
             if left:
-                tries, since = tries + 1, since or time.monotonic()
-                pause = judge(failed, tries, time.monotonic() - since)
+                tries += 1
+                pause = judge(failed, tries, time.monotonic() - began)
                 if direction is not None and pause > 0:
                     accounting.record_retry(direction)
                 logger.info("%d values failed with %s, trying again", len(failed), meaning(next(iter(failed.values()))))

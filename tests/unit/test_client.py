@@ -19,6 +19,7 @@ from transfer_queue.storage.clients import mooncake_client as upstream
 from relax_tq_rdma.errors import StartError, TransferError
 from relax_tq_rdma.payload import decode_row, plan_column
 from relax_tq_rdma.section import KEY
+from relax_tq_rdma.staging import retry
 from relax_tq_rdma.staging.client import DataplaneMooncakeStoreClient
 from relax_tq_rdma.staging.columns import as_column
 from relax_tq_rdma.staging.errors import StoreFault
@@ -286,6 +287,25 @@ def test_a_wrong_byte_count_is_no_success(make_client: MakeClient) -> None:
     store.plan = [lambda codes: [codes[0], codes[1] - 4]]
     with pytest.raises(StoreFault, match=r"field x \(row 1\): the store holds 12 bytes where 16 were put"):
         client.get(["0@x", "1@x"], custom_backend_meta=metas)
+    assert len(store.calls_of("get")) == 1
+
+
+def test_a_read_that_the_engine_gave_up_after_its_own_wait_is_not_asked_for_again(
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that fails at once is."""
+    monkeypatch.setattr(retry, "READ_SECONDS", 0.2)
+    store = StrictStore()
+    client = make_client(store)
+    metas = client.put(["0@x"], [torch.ones(4)])
+
+    def silent_peer(codes: list[int]) -> list[int]:
+        threading.Event().wait(0.3)  # the fixture takes the sleep out of time.sleep
+        return [-800]
+
+    store.plan = [silent_peer]
+    with pytest.raises(StoreFault, match="field x"):
+        client.get(["0@x"], custom_backend_meta=metas)
     assert len(store.calls_of("get")) == 1
 
 
@@ -565,7 +585,7 @@ def test_chunks_of_the_gdr_path_are_read_by_it_and_cleared(
     store = StrictStore()
     client = make_client(store)
     client.put(["9@x"], [0])
-    monkeypatch.setattr(client, "_gdr_staging", SimpleNamespace(size=8, close=lambda store: None))
+    monkeypatch.setattr(client, "_gdr_staging", SimpleNamespace(size=8, device=-1, close=lambda store: None))
     client.use_gdr = True
 
     def put_gdr(keys: list[str], tensors: list[torch.Tensor]) -> list[Any]:
