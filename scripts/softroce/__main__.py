@@ -36,6 +36,8 @@ _LINGER_SECONDS = 30.0
 """How long a guest may take to power off after its command has ended, and the others after the first guest's."""
 
 _began = time.monotonic()
+_owners = host.command_processes()
+"""When one of them is gone, so are the guests."""
 
 
 def say(text: str) -> None:
@@ -65,7 +67,7 @@ def main() -> int:
 
 
 def _test(built: image.Image, what: str, nodes: int, extra: list[str]) -> int:
-    pytest = [sys.executable, "-m", "pytest", "tests/rdma", "-p", "no:cacheprovider", "--tb=short", "-v"]
+    pytest = [sys.executable, "-m", "pytest", "tests/rdma", "--tb=short", "-v", "-p", "pytest_timeout"]
     pytest += ["--junitxml=/run/softroce/junit.xml", *(["-m", "rdma and not two_nodes"] if what == "fast" else [])]
     agent = [sys.executable, "-m", "tests.rdma.agent"]
     for folder in ("relax_tq_rdma", "tests/rdma"):  # the guest cannot write its byte code, and is slow to make it
@@ -86,7 +88,7 @@ def _run(built: image.Image, nodes: int, commands: list[list[str]], limit: float
     """Run one command a guest until the first guest's has ended; returns its exit status and that guest's folder."""
     run = CACHE / "run"
     shutil.rmtree(run, ignore_errors=True)
-    owners, ends = host.command_processes(), time.monotonic() + limit
+    ends = time.monotonic() + limit
     environment = {
         "RTQ_RDMA_RESULTS": "/run/softroce",
         "RTQ_RDMA_NODES": str(nodes),
@@ -94,6 +96,9 @@ def _run(built: image.Image, nodes: int, commands: list[list[str]], limit: float
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
+        # What is slow to import under emulation and not needed: pytest's plugins, torch's compiler.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONPATH": str(host.ROOT / "tests" / "fast_start"),
         "COLUMNS": "120",
         # What a process of a job takes, so that several fit into a guest.
         "RTQ_SEGMENT_MB": "128",
@@ -124,7 +129,7 @@ def _run(built: image.Image, nodes: int, commands: list[list[str]], limit: float
             now = time.monotonic()
             if guests[0].rc is not None or not guests[0].is_running:
                 ended = ended or now
-            problem = _problem(guests, owners, ends)
+            problem = _problem(guests, ends)
             if problem or (ended and now - ended > _LINGER_SECONDS):
                 say(problem or "a guest did not power off by itself")
                 break
@@ -136,10 +141,10 @@ def _run(built: image.Image, nodes: int, commands: list[list[str]], limit: float
         return guests[0].rc, run / "node0"
 
 
-def _problem(guests: list[Guest], owners: list[tuple[int, int]], ends: float) -> str:
+def _problem(guests: list[Guest], ends: float) -> str:
     if time.monotonic() > ends:
         return "the time is over: the guest is switched off"
-    if not all(host.is_running(owner) for owner in owners):
+    if not all(host.is_running(owner) for owner in _owners):
         return "the command that started this is gone: the guest is switched off"
     stuck = [str(at) for at, guest in enumerate(guests) if guest.is_stuck]
     return f"guest {', '.join(stuck)} did not boot" if stuck else ""
