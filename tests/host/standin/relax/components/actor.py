@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import ray
-import transfer_queue as tq
 
-from relax.distributed.ray.placement_group import allocate_train_group
+from relax.components.base import Component
 from relax.standin import engine, record
 from relax.utils.async_utils import run
 from relax_tq_rdma.demo import digest, model
 from relax_tq_rdma.demo.mesh import Mesh
 
 
-class Actor:
-    def __init__(
-        self,
-        healthy: Any,
-        pgs: Any,
-        num_gpus: int,
-        config: Namespace,
-        role: str,
-        runtime_env: dict[str, Any] | None = None,
-    ) -> None:
-        self.config = config
-        self.group = allocate_train_group(config, num_gpus, pgs, runtime_env, role)
-        tq.init(config.tq_config)
-        self.data_system_client = tq.get_client()
+class Actor(Component):
+    def start(self) -> None:
+        config, self.group = self.config, self.allocate()
+        super().start()
         self.group.init()
         self.mesh = Mesh(
             tp=config.tensor_model_parallel_size,

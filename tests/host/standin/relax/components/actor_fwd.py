@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import threading
-from argparse import Namespace
-from typing import Any
 
-import transfer_queue as tq
-
-from relax.distributed.ray.placement_group import allocate_train_group
+from relax.components.base import Component
 from relax.standin import engine
 
 
-class ActorFwd:
-    def __init__(
-        self,
-        healthy: Any,
-        pgs: Any,
-        num_gpus: int,
-        config: Namespace,
-        role: str,
-        runtime_env: dict[str, Any] | None = None,
-    ) -> None:
-        self.config = config
-        tq.init(config.tq_config)  # before the ranks exist, unlike the actor
-        self.group = allocate_train_group(config, 1, pgs, runtime_env, role)
+class ActorFwd(Component):
+    def start(self) -> None:
+        super().start()  # before the ranks exist, unlike the actor
+        self.group = self.allocate()
         self.group.init()
         self._arrived = threading.Condition()
         self._weights: dict[int, engine.Weights] = {}

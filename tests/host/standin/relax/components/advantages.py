@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from argparse import Namespace
-from typing import Any
 
 import torch
-import transfer_queue as tq
 
 import relax.backends.megatron  # noqa: F401  (its import is what brings the extra modules into this process)
+from relax.components.base import Component
 from relax.utils.training.data_fields import build_data_fields
 from relax.utils.utils import dict_to_tensordict
 
 TASK = "compute_advantages_and_returns"
 
 
-class Advantages:
-    def __init__(
-        self,
-        healthy: Any,
-        pgs: Any,
-        num_gpus: int,
-        config: Namespace,
-        role: str,
-        runtime_env: dict[str, Any] | None = None,
-    ) -> None:
-        self.config = config
-        tq.init(config.tq_config)
-        self.data_system_client = tq.get_client()
-
+class Advantages(Component):
     async def run(self) -> None:
         rows = self.config.rollout_batch_size * self.config.n_samples_per_prompt
         for rollout_id in range(self.config.start_rollout_id, self.config.num_rollout):

@@ -24,43 +24,28 @@ Agree = Callable[[list[Any], Callable[[], list[Any]], bool, str], list[Any]]
 def get_data(
     args: Namespace,
     tq_client: Any,
-    data_fields: list[str],
-    batch_size: int,
-    partition_id: str,
-    task_name: str,
-    sampling_config: dict[str, Any],
-    batch_index: int,
+    *,
     broadcast_pp: bool,
     per_rank_fetch: bool,
-    token_budget: int | None,
     post_process: bool,
     agree: Agree | None,
+    **wanted: Any,
 ) -> tuple[dict[str, Any] | None, Any]:
     """``(columns, BatchMeta)``, or ``(None, empty meta)`` while nothing is ready: the same on both lines of the host.
-    ``agree``: how ranks that fetch for themselves agree on what they have; ``None``: they do
-    not."""
+    ``agree``: how ranks that fetch for themselves agree on what they have; ``None``: they do not. ``wanted``: of
+    :func:`_fetch`."""
     is_first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
     if broadcast_pp:
         is_first = is_first and mpu.get_pipeline_model_parallel_rank() == 0
 
-    def fetch_once() -> list[Any]:
-        return _fetch(
-            tq_client,
-            data_fields,
-            batch_size,
-            partition_id,
-            task_name,
-            sampling_config,
-            batch_index,
-            token_budget,
-        )
-
+    fetch_once = partial(_fetch, tq_client, **wanted)
     rollout_data: list[Any] = [None, None]
     if per_rank_fetch:
         with timer("per_rank_fetch"):
             rollout_data = fetch_once()
             if agree is not None:
-                rollout_data = agree(rollout_data, fetch_once, broadcast_pp, f"{task_name} of {partition_id}")
+                what = f"{wanted['task_name']} of {wanted['partition_id']}"
+                rollout_data = agree(rollout_data, fetch_once, broadcast_pp, what)
     elif is_first:
         with timer("tgd_fetch"):
             rollout_data = fetch_once()
@@ -91,6 +76,7 @@ def get_data(
 
 def _fetch(
     tq_client: Any,
+    *,
     data_fields: list[str],
     batch_size: int,
     partition_id: str,

@@ -10,6 +10,8 @@ from typing import Any
 
 from megatron.core import mpu
 
+MAX_EMPTY_SLEEP = 0.2
+
 
 class MicroBatchListIterator:
     """Iterates a fixed list of packed micro-batches; those from ``dummy_after`` on count for nothing."""
@@ -60,23 +62,20 @@ class StreamingIterator:
         all_consumed_fn: Callable[..., bool],
         dp_rank: int,
         dp_size: int,
-        task_name: str,
-        quota: int | None,
-        rollout_mini_index: int,
-        start_batch_index: int,
-        max_empty_sleep: float,
-        max_stream_stall_s: float,
+        task_name: str = "actor_train",
+        *,
         fetch: Callable[..., Any],
+        quota: int | None,
         least_rows: int,
+        max_stream_stall_s: float = 120.0,
     ) -> None:
         self._args, self._client, self._fields = args, tq_client, list(data_fields)
         self._partition, self._task = f"train_{rollout_id}", task_name
         self._token_budget, self._loss_scale = token_budget, loss_scale
         self._all_consumed_fn = all_consumed_fn
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._quota, self._mini_index = quota, rollout_mini_index
-        self._batch_index = start_batch_index
-        self._max_empty_sleep, self._stall_s = max_empty_sleep, max_stream_stall_s
+        self._quota, self._batch_index = quota, 0
+        self._stall_s = max_stream_stall_s
         self._fetch, self._batch_size = fetch, least_rows
         self._rows = 0
         self._buffer: list[tuple[dict[str, Any], Any]] = []
@@ -111,7 +110,7 @@ class StreamingIterator:
             if time.monotonic() > ends:
                 raise RuntimeError(f"{self._task}: no row of {self._partition} came within {self._stall_s:g} s")
             time.sleep(sleep)
-            sleep = min(2 * sleep, self._max_empty_sleep)
+            sleep = min(2 * sleep, MAX_EMPTY_SLEEP)
         self._warmer.shutdown()
         raise StopIteration
 

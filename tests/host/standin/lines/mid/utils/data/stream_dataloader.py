@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 from relax.standin import fetch as shared
@@ -46,15 +45,15 @@ def get_data_from_transfer_queue(
     data, meta = shared.get_data(
         args,
         tq_client,
-        data_fields,
-        batch_size,
-        partition_id,
-        task_name,
-        sampling_config,
-        batch_index,
-        broadcast_pp,
-        per_rank_fetch,
-        token_budget,
+        data_fields=data_fields,
+        batch_size=batch_size,
+        partition_id=partition_id,
+        task_name=task_name,
+        sampling_config=sampling_config,
+        batch_index=batch_index,
+        token_budget=token_budget,
+        broadcast_pp=broadcast_pp,
+        per_rank_fetch=per_rank_fetch,
         post_process=True,
         agree=None,
     )
@@ -69,40 +68,14 @@ def create_stream_dataloader(
 
 
 class StreamingTQIterator(StreamingIterator):
-    def __init__(
-        self,
-        args: Namespace,
-        tq_client: Any,
-        data_fields: list[str],
-        rollout_id: int,
-        token_budget: int | None,
-        loss_scale: float | None,
-        all_consumed_fn: Callable[..., bool],
-        dp_rank: int,
-        dp_size: int,
-        task_name: str = "actor_train",
-        max_samples: int | None = None,
-        rollout_mini_index: int = 0,
-        start_batch_index: int = 0,
-        overflow_buffer: list[Any] | None = None,
-        max_empty_sleep: float = 0.2,
-    ) -> None:
+    """A group or more at a time."""
+
+    def __init__(self, args: Namespace, *rest: Any, max_samples: int | None = None, **named: Any) -> None:
         super().__init__(
             args,
-            tq_client,
-            data_fields,
-            rollout_id,
-            token_budget,
-            loss_scale,
-            all_consumed_fn,
-            dp_rank,
-            dp_size,
-            task_name,
-            max_samples,
-            rollout_mini_index,
-            start_batch_index,
-            max_empty_sleep,
-            120.0,
+            *rest,
             fetch=lambda **kw: get_data_from_transfer_queue(**kw),  # looked up at each call
+            quota=max_samples,
             least_rows=args.n_samples_per_prompt,
+            **named,
         )

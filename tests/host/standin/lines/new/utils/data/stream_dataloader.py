@@ -54,16 +54,16 @@ def get_data_from_transfer_queue(
     return shared.get_data(
         args,
         tq_client,
-        data_fields,
-        batch_size,
-        partition_id,
-        task_name,
-        sampling_config,
-        batch_index,
-        broadcast_pp,
-        per_rank_fetch,
-        token_budget,
-        post_process,
+        data_fields=data_fields,
+        batch_size=batch_size,
+        partition_id=partition_id,
+        task_name=task_name,
+        sampling_config=sampling_config,
+        batch_index=batch_index,
+        token_budget=token_budget,
+        broadcast_pp=broadcast_pp,
+        per_rank_fetch=per_rank_fetch,
+        post_process=post_process,
         agree=_agree_on_fetch if synchronize_per_rank_fetch else None,
     )
 
@@ -97,41 +97,14 @@ def create_stream_dataloader(
 
 
 class StreamingTQIterator(StreamingIterator):
-    def __init__(
-        self,
-        args: Namespace,
-        tq_client: Any,
-        data_fields: list[str],
-        rollout_id: int,
-        token_budget: int | None,
-        loss_scale: float | None,
-        all_consumed_fn: Callable[..., bool],
-        dp_rank: int,
-        dp_size: int,
-        task_name: str = "actor_train",
-        window_quota: int | None = None,
-        rollout_mini_index: int = 0,
-        start_batch_index: int = 0,
-        max_empty_sleep: float = 0.2,
-        max_stream_stall_s: float = 120.0,
-        per_round_dummy: bool = False,
-    ) -> None:
+    """As soon as there is a row."""
+
+    def __init__(self, args: Namespace, *rest: Any, window_quota: int | None = None, **named: Any) -> None:
         super().__init__(
             args,
-            tq_client,
-            data_fields,
-            rollout_id,
-            token_budget,
-            loss_scale,
-            all_consumed_fn,
-            dp_rank,
-            dp_size,
-            task_name,
-            window_quota,
-            rollout_mini_index,
-            start_batch_index,
-            max_empty_sleep,
-            max_stream_stall_s,
+            *rest,
             fetch=lambda **kw: get_data_from_transfer_queue(**kw),  # looked up at each call
+            quota=window_quota,
             least_rows=1,
+            **named,
         )
