@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from relax_tq_rdma.errors import DataplaneError, StartError, UsageError
+from relax_tq_rdma.say import delivering
 from relax_tq_rdma.version import __version__
 
 app = typer.Typer(
@@ -51,7 +52,7 @@ def status(ctx: typer.Context) -> None:
     """Show the processes of the running job, and which of them differ."""
     from relax_tq_rdma.coverage.cli import run
 
-    _exit_with(run, ctx.args)
+    _show(run, ctx.args)
 
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
@@ -59,7 +60,7 @@ def doctor(ctx: typer.Context) -> None:
     """Say what a job would run on here, or on the cluster, and why."""
     from relax_tq_rdma.doctor.cli import run
 
-    _exit_with(run, ctx.args)
+    _show(run, ctx.args)
 
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
@@ -67,7 +68,7 @@ def demo(ctx: typer.Context) -> None:
     """Run a small job on real pictures through real TransferQueue."""
     from relax_tq_rdma.demo.cli import run
 
-    _exit_with(run, ctx.args)
+    _show(run, ctx.args)
 
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
@@ -75,7 +76,7 @@ def metrics(ctx: typer.Context) -> None:
     """Show the byte and stage totals of a job on this node."""
     from relax_tq_rdma.accounting.cli import run
 
-    _exit_with(run, ctx.args)
+    _show(run, ctx.args)
 
 
 bench = typer.Typer(no_args_is_help=True, help="Measure the data plane.")
@@ -87,7 +88,7 @@ def bench_path(ctx: typer.Context) -> None:
     """What a batch costs, without the plugin and layer by layer."""
     from relax_tq_rdma.bench.path.cli import run
 
-    _exit_with(run, ctx.args)
+    _show(run, ctx.args)
 
 
 @bench.command("soak", context_settings=_PASS_THROUGH, add_help_option=False)
@@ -95,7 +96,7 @@ def bench_soak(ctx: typer.Context) -> None:
     """Whether all stays correct under random load at the pool's cap."""
     from relax_tq_rdma.bench.soak.cli import run
 
-    _exit_with(run, ctx.args)
+    _show(run, ctx.args)
 
 
 @bench.command("payload", context_settings=_PASS_THROUGH, add_help_option=False)
@@ -103,7 +104,7 @@ def bench_payload(ctx: typer.Context) -> None:
     """What the row format costs on many small rows."""
     from relax_tq_rdma.bench.payload import main as run
 
-    _exit_with(run, ctx.args)
+    _show(run, ctx.args)
 
 
 @bench.command("accounting", context_settings=_PASS_THROUGH, add_help_option=False)
@@ -111,7 +112,17 @@ def bench_accounting(ctx: typer.Context) -> None:
     """What accounting costs on a real TransferQueue."""
     from relax_tq_rdma.bench.accounting import main as run
 
-    _exit_with(run, ctx.args)
+    _show(run, ctx.args)
+
+
+def _show(run: Callable[[list[str]], int], argv: list[str]) -> None:
+    """A command whose result is what it prints; ``train`` belongs to the host."""
+
+    def showing(argv: list[str]) -> int:
+        with delivering():
+            return run(argv)
+
+    _exit_with(showing, argv)
 
 
 def _exit_with(run: Callable[[list[str]], int], argv: list[str]) -> None:

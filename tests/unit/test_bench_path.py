@@ -97,10 +97,13 @@ def test_too_much_memory_is_refused_in_words() -> None:
 
 def test_how_long_it_takes_is_announced_with_the_start() -> None:
     assert re.fullmatch(
-        r"7 cases, 9 rounds of each on 1, .* MiB: about \d+ s to start, then about .*min.* on an idle machine", estimate(parse([]))
+        r"7 cases, 9 rounds of each on 1, .* MiB: about \d+ s to start, then about .*min.* on an idle machine",
+        estimate(parse([])),
     )
     short = estimate(parse(["--tier", "1", "--case", "engine", "--repeats", "1", "--retain", "0"]))
-    assert re.fullmatch(r"1 case, 2 rounds of each on 1 MiB: about \d+ s to start, then about 0 s on an idle machine", short)
+    assert re.fullmatch(
+        r"1 case, 2 rounds of each on 1 MiB: about \d+ s to start, then about 0 s on an idle machine", short
+    )
 
 
 @pytest.mark.parametrize(("repeats", "told"), [(1, ["1 repeat: "]), (2, ["2 repeats: "]), (3, []), (7, [])])

@@ -1,6 +1,7 @@
 """The console entry: help, version, exit codes, no stack traces."""
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -86,3 +87,31 @@ def test_every_command_refuses_what_it_does_not_know(name, word, said):
     with pytest.raises(UsageError) as error:
         entry(name)([word])
     assert str(error.value).startswith(said)
+
+
+RESULT = """
+import sys
+from relax_tq_rdma import cli
+def result(argv):
+    print("\\u65e5 \\udcff " + "x" * 20000)
+    return 0
+try:
+    cli._show(result, [])
+except BaseException as stop:
+    sys.exit(stop.exit_code)
+"""
+
+
+def test_a_result_that_no_disk_takes_is_one_sentence():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", RESULT], stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == b"relax-tq-rdma: error: the result cannot be written: no space left on device\n"
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", b"\\u65e5 \\udcff x"), ("utf-8", "日 \\udcff x".encode())])
+def test_what_a_terminal_cannot_show_is_shown_by_its_code(encoding, shown):
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", RESULT], capture_output=True, env=env, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(shown)
