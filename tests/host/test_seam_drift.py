@@ -22,6 +22,7 @@ from relax_tq_rdma import SeamError, Settings, UsageError
 from relax_tq_rdma.launch.cli import run
 from relax_tq_rdma.seams import reports
 from relax_tq_rdma.seams.base import Seam, installed_transfer_queue
+from relax_tq_rdma.seams.relax_args import settings_of
 from relax_tq_rdma.seams.relax_arguments import RelaxArguments
 from relax_tq_rdma.seams.relax_consumer import RelaxConsumer
 from relax_tq_rdma.seams.relax_controller import RelaxController
@@ -29,7 +30,8 @@ from relax_tq_rdma.seams.relax_rollout import RelaxRollout
 from relax_tq_rdma.seams.tq_init import TqInit
 from relax_tq_rdma.seams.tq_registry import TqRegistry
 from relax_tq_rdma.seams.worker_hook import WorkerHook
-from tests.host_jobs import ASYNC, SMALL, STANDIN
+from relax_tq_rdma.summary import parse_start_line
+from tests.host_jobs import ASYNC, COLOCATE, SMALL, STANDIN
 from tests.host_module import forget
 
 pytestmark = [pytest.mark.host, pytest.mark.timeout(60)]
@@ -274,6 +276,21 @@ def test_an_rdma_data_plane_of_the_host_is_left_alone_and_that_is_said(
     assert "NOTE this Relax brings an RDMA data plane of its own: relax-tq-rdma stands aside" in said
     assert "backend=" not in said, "what the job runs on is the host's to say"
     assert started[0].tq_rdma_mode == "auto", "the host's own flag keeps what it was given"  # type: ignore[attr-defined]
+
+
+def test_in_colocate_mode_the_host_is_left_alone_and_that_is_said(
+    edit: Edit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Up to the host's own entry point; a whole job of it is in the full set."""
+    before = (ray.init, interface.init, interface.close, sys.meta_path[:])
+    started: list[object] = []
+    monkeypatch.setattr("relax_tq_rdma.seams.relax_entry.start", started.append)
+    assert run(["--", *SMALL, *COLOCATE, "--tq-normalize-multimodal", "--rollout-group-share-processor"]) == 0
+    assert (ray.init, interface.init, interface.close, sys.meta_path[:]) == before
+    note, line = capsys.readouterr().err.splitlines()
+    assert note.startswith("[dataplane] NOTE in colocate mode ")
+    assert parse_start_line(line)["normalize"] == "off"
+    assert [settings_of(args) for args in started] == [None]
 
 
 def test_a_host_that_shares_the_processor_by_itself_is_left_to_it(

@@ -100,6 +100,7 @@ def test_groups_split_over_data_parallel_ranks_and_puts(run_host, reference):
         assert (ours["samples"], ours["pixel_digest"]) == (theirs["samples"], theirs["pixel_digest"])
 
 
+@pytest.mark.host_full
 def test_colocate_is_left_alone_and_says_so(run_host):
     run = run_host(*COLOCATE, *ROWS, "--num-rollout", "1", line="new", plugin=True)
     assert len(run.steps) == 1
