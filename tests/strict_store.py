@@ -95,7 +95,7 @@ class StrictStore:
             taken = sum(map(len, self.data.values())) - len(self.data.get(key, b""))
             if taken + size > sum(self.mounts):
                 return -200
-            self.data[key] = ctypes.string_at(pointer, size)
+            self.data[key] = self._read(pointer, size)
             return 0
 
         return self._batch("put", keys, pointers, sizes, put)
@@ -109,7 +109,7 @@ class StrictStore:
                 return -600
             if not self._covered(pointer, size):
                 return self._refuse(-800, "unregistered target")
-            ctypes.memmove(pointer, value, len(value))
+            self._write(pointer, value)
             return len(value)
 
         return self._batch("get", keys, pointers, sizes, get)
@@ -138,6 +138,12 @@ class StrictStore:
                 for key, pointer, size in zip(keys, pointers, sizes, strict=True)
             ]
             return self.plan.pop(0)(codes) if self.plan and not _is_mark(keys) else codes
+
+    def _read(self, pointer: int, size: int) -> bytes:
+        return ctypes.string_at(pointer, size)
+
+    def _write(self, pointer: int, value: bytes) -> None:
+        ctypes.memmove(pointer, value, len(value))
 
     def _covered(self, pointer: int, size: int) -> bool:
         regions = [*self.regions.items(), (self.local.ctypes.data, self.local.nbytes)]

@@ -99,6 +99,12 @@ class ColumnPlan:
         """Ordinals of the rows that can be written, in order."""
         return list(self._frames)
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Of the tensors that are yet to be read."""
+        leaves = (leaf for plan in self._plans if plan is not None for leaf, _, _ in plan.leaves)
+        return {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+
     def is_encoded(self, ordinal: int) -> bool:
         return ordinal in self._frames
 

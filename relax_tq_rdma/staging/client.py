@@ -23,10 +23,12 @@ from relax_tq_rdma import accounting, env
 from relax_tq_rdma.accounting import Path
 from relax_tq_rdma.errors import StartError, TransferError
 from relax_tq_rdma.payload import PlannedRow
+from relax_tq_rdma.payload.encode import ordinary_memory
 from relax_tq_rdma.section import read_section
 from relax_tq_rdma.staging.batches import Job, cut, run_all
 from relax_tq_rdma.staging.connect import client_config, staging_bytes
 from relax_tq_rdma.staging.counts import StagingCounts
+from relax_tq_rdma.staging.devices import DeviceStaging
 from relax_tq_rdma.staging.errors import MASTER_SILENT, StoreFault
 from relax_tq_rdma.staging.parcels import Parcel, parcel, room_for, write_all
 from relax_tq_rdma.staging.places import Place, unpack
@@ -35,7 +37,7 @@ from relax_tq_rdma.staging.rows import EncodedRow
 from relax_tq_rdma.staging.segment import Segment
 from relax_tq_rdma.staging.staging import Staging
 from relax_tq_rdma.staging.store import CheckedStore
-from relax_tq_rdma.staging.transfer import Transfer
+from relax_tq_rdma.staging.transfer import Transfer, some_bytes
 from relax_tq_rdma.staging.turns import Turns
 from relax_tq_rdma.staging.values import Meta, Value
 
@@ -78,6 +80,8 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
                 f"this process cannot join the Mooncake store of {section.master} ({exc}): run relax-tq-rdma doctor"
             ) from exc
         self._store = store = CheckedStore(self._store, section.master)
+        gdr: Any = self._gdr_staging
+        self._gdr_staging: Any = None if gdr is None else DeviceStaging(gdr.size)
         own = upstream.ReplicateConfig()
         own.with_hard_pin = True
         own.preferred_segment = store.hostname()
@@ -235,24 +239,27 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
     def _put_by_gdr(self, batch: Sequence[Parcel], metas: dict[int, Meta]) -> None:
         rows = [one for one in batch if isinstance(one.one.value, PlannedRow)]
         with accounting.stage("encode"):
-            views = iter(write_all(rows, torch.empty(room_for(rows), dtype=torch.uint8)))
-        values = [next(views) if isinstance(one.one.value, PlannedRow) else one.one.value for one in batch]
-        for one, meta in zip(batch, super().put([one.one.stored for one in batch], values), strict=True):
+            views = iter(write_all(rows, ordinary_memory(room_for(rows))))
+        values = [next(views) if isinstance(one.one.value, PlannedRow) else one.content for one in batch]
+        with torch.cuda.device(self._gdr_staging.device):
+            found = super().put([one.one.stored for one in batch], values)
+        for one, meta in zip(batch, found, strict=True):
             metas[one.one.position].update(meta or {})
 
     def _get_by_gdr(self, batch: Sequence[Value], results: dict[int, Any]) -> None:
         shapes, dtypes = [one.shape for one in batch], [one.dtype for one in batch]
-        tensors = super().get([one.stored for one in batch], shapes, dtypes, [one.meta for one in batch])
+        with torch.cuda.device(self._gdr_staging.device):
+            tensors = super().get([one.stored for one in batch], shapes, dtypes, [one.meta for one in batch])
         for one, tensor in zip(batch, tensors, strict=True):
             results[one.position] = EncodedRow(tensor) if one.is_encoded else tensor
 
     def _batch_upsert_with_retry(self, batch_keys: list[str], batch_ptrs: list[int], batch_sizes: list[int]) -> None:
-        self._transfer.upsert(batch_keys, batch_ptrs, batch_sizes, hold=self._gdr_staging)
+        self._transfer.upsert(*some_bytes(batch_keys, batch_ptrs, batch_sizes), hold=self._gdr_staging)
 
     def _batch_get_into_with_retry(
         self, batch_keys: list[str], batch_buffer_ptrs: list[int], batch_nbytes: list[int]
     ) -> None:
-        self._transfer.fetch(batch_keys, batch_buffer_ptrs, batch_nbytes, hold=self._gdr_staging)
+        self._transfer.fetch(*some_bytes(batch_keys, batch_buffer_ptrs, batch_nbytes), hold=self._gdr_staging)
 
     def _reads_by_gdr(self, one: Value) -> bool:
         if one.is_packed:

@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from relax_tq_rdma import accounting, coverage, env
 from relax_tq_rdma.coverage.process import whoami
 from relax_tq_rdma.errors import TransferError
@@ -29,6 +31,7 @@ from relax_tq_rdma.payload import (
 )
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.staging.columns import rows_of, with_rows
+from relax_tq_rdma.staging.devices import settle
 from relax_tq_rdma.staging.recycled import Recycled
 from relax_tq_rdma.staging.references import SourceCache, SourceReader, Wanted, wanted_sources
 
@@ -65,6 +68,9 @@ class PayloadMixin(ABC, _Manager):
         self._told: set[str] = set()
 
     async def put_data(self, data: Any, metadata: Any, data_parser: Any = None) -> None:
+        devices = {column.device for column in data.values() if isinstance(column, torch.Tensor) and column.is_cuda}
+        if devices:
+            await asyncio.to_thread(settle, devices)
         rows = rows_of(data, FIELD) if self._settings.normalize_multimodal else None
         if rows is None or data_parser is not None:
             await super().put_data(data, metadata, data_parser)  # type: ignore[safe-super]
@@ -125,6 +131,7 @@ class PayloadMixin(ABC, _Manager):
     def _encode(self, rows: list[Any], indexes: Sequence[int] | None) -> tuple[ColumnPlan, list[Any]]:
         with accounting.stage("encode"):
             plan = plan_column(rows, dedup_indexes=indexes, checksum=self._checksum)
+            settle(plan.devices)
             return plan, self._carry(plan)
 
     def _tell(self, reason: str, metadata: Any, rows: int) -> None:

@@ -618,7 +618,7 @@ def test_an_encoded_row_is_never_cut(make_client: MakeClient, monkeypatch: pytes
     store = StrictStore()
     client = make_client(store)
     client.put(["9@x"], [0])
-    monkeypatch.setattr(client, "_gdr_staging", SimpleNamespace(size=1024, close=lambda store: None))
+    monkeypatch.setattr(client, "_gdr_staging", SimpleNamespace(size=1024, device=-1, close=lambda store: None))
     client.use_gdr = True
     by_gdr: list[int] = []
 

@@ -10,12 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from relax_tq_rdma.payload import Row, RowFormatError, decode_row, encode_column, encode_rows, is_encoded, open_row
+from relax_tq_rdma.payload import (
+    Row,
+    RowFormatError,
+    decode_row,
+    encode_column,
+    encode_rows,
+    is_encoded,
+    open_pieces,
+    open_row,
+    plan_column,
+)
+from relax_tq_rdma.payload.dtypes import TORCH_KINDS
 from tests.payload_cases import FITS, bits, strict
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+SLEEP_CYCLES = 500_000_000
+"""For which ``torch.cuda._sleep`` keeps a stream busy: a quarter of a second at 2 GHz."""
 
 
 def on(device: str, row: torch.Tensor) -> Row:
@@ -110,6 +123,60 @@ def test_device_views_are_copied_by_value() -> None:
     decoded = decode_row(encode_rows([row])[0])
     assert decoded is not None
     assert [key for key in row if not strict(row[key], decoded[key])] == []
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [kind.dtype for kind in TORCH_KINDS.values()], ids=list(TORCH_KINDS))
+def test_every_dtype_and_layout_comes_from_the_device_by_value(dtype: torch.dtype) -> None:
+    base = bits(dtype, (6, 10, 4))
+    layouts = {
+        "plain": lambda t: t,
+        "transposed": lambda t: t.transpose(0, 2),
+        "every third": lambda t: t[:, ::3],
+        "expanded": lambda t: t[:1].expand(3, 10, 4),
+        "one": lambda t: t[0, 0, 0],
+        "none": lambda t: t[:0],
+    }
+    row = {name: view(base.cuda()) for name, view in layouts.items()}
+    wanted = {name: view(base) for name, view in layouts.items()}
+    plan = plan_column([row])
+    assert strict(wanted, decode_row(encode_rows([row])[0]))
+    assert strict(wanted, open_pieces(plan.pieces(0)).decode())
+
+
+@cuda
+def test_rows_of_the_device_and_of_the_host_share_a_put_and_a_row() -> None:
+    host = bits(torch.bfloat16, (40_000,))
+    rows = [{"x": host}, {"x": host.cuda()}, None, {"x": host.cuda(), "y": host[::2], "s": "z", "a": np.arange(3)}]
+    wanted = [{"x": host}, {"x": host}, None, {"x": host, "y": host[::2], "s": "z", "a": np.arange(3)}]
+    for checksum in (False, True):
+        assert [decode_row(row) for row in encode_rows(rows, checksum=checksum)][2] is None
+        assert all(map(strict, wanted, map(decode_row, encode_rows(rows, checksum=checksum))))
+    pieces = plan_column(rows)
+    assert all(strict(row, open_pieces(pieces.pieces(n)).decode()) for n, row in enumerate(wanted))
+
+
+@cuda
+def test_a_device_tensor_with_a_gradient_comes_back_without() -> None:
+    leaf = torch.randn(70_000, device="cuda", requires_grad=True)
+    row = {"leaf": leaf, "node": leaf * 2, "parameter": torch.nn.Parameter(leaf.detach().clone())}
+    decoded = decode_row(encode_rows([row])[0])
+    assert decoded is not None
+    assert [key for key in row if decoded[key].requires_grad or not strict(row[key].detach().cpu(), decoded[key])] == []
+
+
+@cuda
+def test_rows_are_read_in_the_order_of_the_callers_stream_and_at_once() -> None:
+    pixels = torch.zeros(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        pixels.fill_(7)
+        (row,) = encode_rows([{"x": pixels}])
+        pixels.fill_(9)
+        decoded = decode_row(row)
+    assert decoded is not None
+    assert bool((decoded["x"] == 7).all())
 
 
 @cuda
