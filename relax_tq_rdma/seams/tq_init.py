@@ -128,7 +128,6 @@ class _Running:
     job: str
     port: Any
     started: Any
-    pid: int
 
 
 class Guard:
@@ -142,6 +141,7 @@ class Guard:
         self._lock = threading.RLock()  # a signal handler may close in the middle of an init
         self._running: _Running | None = None
         self._joined: JobSection | None = None
+        self._owner = 0  # the process that has started or joined; a forked child of it has neither
         self._closing = False
         self.active = True
 
@@ -180,9 +180,14 @@ class Guard:
             return self.original_init(conf) if section is None else self._join(conf, section)
 
     def close(self) -> None:
-        """What ``transfer_queue.close`` does: once for each init, in any state, also from a signal handler."""
+        """What ``transfer_queue.close`` does: once for each init, in any state, also from a signal handler.
+
+        Nothing in a forked child: the client and the data plane are its parent's (upstream's kills the controller).
+        """
         if not self.active:
             self.original_close()
+            return
+        if self._owner not in (0, os.getpid()):
             return
         with self._lock:
             if self._closing:
@@ -220,7 +225,7 @@ class Guard:
         except BaseException:
             coverage.end(job)
             raise
-        self._running = _Running(job, port, started, os.getpid())
+        self._running, self._owner = _Running(job, port, started), os.getpid()
         section = attach.section_of(started.conf)
         if section is not None:
             coverage.begin(section, started.line)
@@ -230,7 +235,7 @@ class Guard:
         return started.conf
 
     def _at_exit(self) -> None:
-        if self._running is not None and self._running.pid == os.getpid():
+        if self._running is not None:
             self.close()
 
     # --- worker -------------------------------------------------------------------------------------------------------
@@ -248,7 +253,7 @@ class Guard:
                     f"the controller of job {section.job} went away while this process joined: restart the job"
                 )
             self._check_client(section)
-        self._joined = section
+        self._joined, self._owner = section, os.getpid()
         _put_signal_handlers_first()
         return conf
 
@@ -284,7 +289,7 @@ class Guard:
         from relax_tq_rdma.transport.start import close_job
 
         running, self._running = self._running, None
-        if running is None or running.pid != os.getpid():
+        if running is None:
             (self._leave if self._joined else self.original_close)()
         elif not ray.is_initialized():
             self._close_without_ray(running)

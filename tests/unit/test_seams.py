@@ -369,9 +369,22 @@ def test_the_guard_is_one_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_forked_child_does_not_close_the_drivers_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, Settings(accounting="summary"))
-    world.guard._running = tq_init._Running("job1", None, None, os.getpid() + 1)
+    world.guard._running, world.guard._owner = tq_init._Running("job1", None, None), os.getpid() + 1
     world.guard._at_exit()
+    world.guard.close()
     assert world.calls == []
+
+
+def test_a_forked_child_does_not_close_the_client_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream would kill the controller of the job."""
+    world = World(monkeypatch)
+    world.guard.init(conf_of("job1"))
+    before, own = list(world.calls), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: own + 1)
+    world.guard.close()
+    assert world.calls == before
+    monkeypatch.undo()
+    assert world.guard.is_running
 
 
 def test_the_error_of_a_bootstrap_that_is_not_wanted_is_dropped_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
