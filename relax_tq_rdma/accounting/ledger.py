@@ -97,7 +97,7 @@ class Ledger:
                     lane.failed += 1
                 step.open -= 1
                 step.dirty = True
-                if not step.open and not self._is_newest(step):
+                if not step.open and not self._is_newest(step) and not self._can_wait(step):
                     self._close(step)
 
     def retried(self, direction: Direction, step: str | None = None) -> None:
@@ -291,6 +291,10 @@ class Ledger:
 
     def _is_newest(self, step: Step) -> bool:
         return next(reversed(self._steps.values()), None) is step
+
+    def _can_wait(self, step: Step) -> bool:
+        """News after a step's line wait for the next step, a clear or the end: a line a step, not one for each get."""
+        return bool(step.summaries) and self._steps.get(step.name) is step
 
     def _close(self, step: Step) -> None:
         if step.dirty and step not in self._due:

@@ -252,8 +252,16 @@ def test_late_traffic_makes_an_update_of_the_whole_step(ledger):
     put(ledger, "train_0")
     put(ledger, "train_1")
     assert due(ledger) == [("train_0", 1, 100)]
+    for _ in range(9):
+        put(ledger, "train_0")
+    assert due(ledger) == [], "one line, not nine"
+    put(ledger, "train_2")
+    assert due(ledger) == [("train_0", 2, 1000), ("train_1", 1, 100)]
     put(ledger, "train_0")
-    assert due(ledger) == [("train_0", 2, 200)]
+    ledger.cleared("train_0")
+    assert due(ledger) == [("train_0", 3, 1100)]
+    put(ledger, "train_0")
+    assert [(s.step, s.update) for s in ledger.drain()] == [("train_0", 4), ("train_2", 1)]
 
 
 def test_a_step_cleared_piece_by_piece_is_summed_up_twice_at_most(ledger):
@@ -274,6 +282,18 @@ def test_an_evicted_step_is_still_reported_with_what_was_in_flight(ledger):
     ledger.take_due()
     ledger.end(late, "ok", batch(7))
     assert due(ledger) == [("train_0", 1, 7)]
+
+
+def test_an_evicted_step_that_had_its_line_is_still_reported_with_what_was_in_flight(ledger):
+    put(ledger, "train_0")
+    late = ledger.begin("put", "train_0")
+    ledger.cleared("train_0")
+    assert due(ledger) == [("train_0", 1, 100)]
+    for i in range(1, KEEP_STEPS + 3):
+        put(ledger, f"train_{i}")
+    ledger.take_due()
+    ledger.end(late, "ok", batch(7))
+    assert due(ledger) == [("train_0", 2, 107)]
 
 
 def test_drain_reports_every_step_with_news_once(ledger):
