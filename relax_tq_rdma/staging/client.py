@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from relax_tq_rdma.staging.batches import Job, cut, run_all
 from relax_tq_rdma.staging.connect import client_config, staging_bytes
 from relax_tq_rdma.staging.counts import StagingCounts
 from relax_tq_rdma.staging.devices import DeviceStaging
-from relax_tq_rdma.staging.errors import MASTER_SILENT, StoreFault
+from relax_tq_rdma.staging.errors import MASTER_SILENT, Restated, StoreFault
 from relax_tq_rdma.staging.parcels import Parcel, parcel, room_for, write_all
 from relax_tq_rdma.staging.places import Place, unpack
 from relax_tq_rdma.staging.regions import Regions
@@ -313,11 +312,11 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             )
 
 
-@contextmanager
-def _naming(values: Sequence[Value]) -> Iterator[None]:
+def _naming(values: Sequence[Value]) -> Restated[StoreFault]:
     """Faults inside the block name TransferQueue's keys."""
-    try:
-        yield
-    except StoreFault as fault:
+
+    def named(fault: StoreFault) -> StoreFault:
         names = {one.stored: one.key for one in values}
-        raise fault.about(names.get(stored, stored) for stored in fault.keys) from fault
+        return fault.about(names.get(stored, stored) for stored in fault.keys)
+
+    return Restated(StoreFault, named)

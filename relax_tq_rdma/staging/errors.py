@@ -5,8 +5,9 @@ Codes: Mooncake's ``mooncake-store/include/types.h``; what each one means in pra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Generic, TypeVar
 
 from relax_tq_rdma.errors import TransferError
 
@@ -73,6 +74,35 @@ class StoreFault(TransferError):
     def __reduce__(self) -> tuple[Any, ...]:
         # By default only the finished message would be kept, and Ray could not bring the error home.
         return type(self), (self.cause, self.remedy, self.keys), {"code": self.code, "settled": self.settled}
+
+
+F = TypeVar("F", bound=BaseException)
+
+
+class Restated(Generic[F]):
+    """``with Restated(kind, restate)``: faults of that kind leave the block as what ``restate`` makes of them.
+
+    Not a generator: from Python 3.12 on, the frame of one that raises keeps the frame that resumed it, and with it the
+    fault, whose traceback has the generator's frame. The memory of a failed transfer stayed on loan in that cycle until
+    a garbage collection.
+    """
+
+    def __init__(self, kind: type[F], restate: Callable[[F], BaseException]) -> None:
+        """``restate`` may return the fault itself, which then passes."""
+        self._kind, self._restate = kind, restate
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(fault, self._kind):
+            told = self._restate(fault)
+            if told is not fault:
+                try:
+                    raise told from fault
+                finally:
+                    del told  # its traceback holds this frame
 
 
 def where(keys: Sequence[str]) -> str:

@@ -12,8 +12,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -31,7 +31,7 @@ from relax_tq_rdma.section import read_section
 from relax_tq_rdma.staging.carriers import MooncakeCarrier, SimpleCarrier
 from relax_tq_rdma.staging.claims import claiming, current_claim
 from relax_tq_rdma.staging.columns import as_column
-from relax_tq_rdma.staging.errors import RESTART, StoreFault, where
+from relax_tq_rdma.staging.errors import RESTART, Restated, StoreFault, where
 from relax_tq_rdma.staging.job import join_job
 from relax_tq_rdma.transport.hazards import check_same_process
 
@@ -94,16 +94,16 @@ class _ManagerOfJob:
         with self._naming("clear", metadata):
             await super().clear_data(metadata)  # type: ignore[misc]
 
-    @contextmanager
-    def _naming(self, verb: str, metadata: Any) -> Iterator[None]:
+    def _naming(self, verb: str, metadata: Any) -> Restated[StoreFault]:
         """Faults of the store inside the block name the partition, the fields and the rows."""
         check_same_process(self._made_in, "the TransferQueue client")
-        try:
-            yield
-        except StoreFault as fault:
+
+        def named(fault: StoreFault) -> TransferError:
             partitions = ", ".join(dict.fromkeys(str(name) for name in metadata.partition_ids)) or "?"
             place = f"{verb} of partition {partitions}: {where(fault.keys)}"
-            raise TransferError(f"{place}{fault.cause}: {fault.remedy}") from fault
+            return TransferError(f"{place}{fault.cause}: {fault.remedy}")
+
+        return Restated(StoreFault, named)
 
     async def _notify_and_wait(self, request_msg: list[Any]) -> None:
         """Announce stored rows and wait until the controller has taken them. Runs on the manager's notify loop."""

@@ -10,8 +10,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +31,7 @@ from relax_tq_rdma.payload import (
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.staging.columns import rows_of, with_rows
 from relax_tq_rdma.staging.devices import settle
+from relax_tq_rdma.staging.errors import Restated
 from relax_tq_rdma.staging.recycled import Recycled
 from relax_tq_rdma.staging.references import SourceCache, SourceReader, Wanted, wanted_sources
 
@@ -235,21 +235,21 @@ class PayloadMixin(ABC, _Manager):
         """
 
 
-def _naming_row(metadata: Any, position: int, what: str = "decoded") -> AbstractContextManager[None]:
+def _naming_row(metadata: Any, position: int, what: str = "decoded") -> Restated[RowFormatError]:
     return _naming(metadata.partition_ids[position], metadata.global_indexes[position], what)
 
 
-@contextmanager
-def _naming(partition: str, index: int, what: str = "decoded") -> Iterator[None]:
+def _naming(partition: str, index: int, what: str = "decoded") -> Restated[RowFormatError]:
     """Faults of a row's bytes inside the block say whose they are, and which process it is that is too old for one."""
-    try:
-        yield
-    except RowFormatError as exc:
-        text = f"field {FIELD} of partition {partition}, row {index} cannot be {what}: {exc}"
-        if isinstance(exc, NewerRowError):
+
+    def named(fault: RowFormatError) -> TransferError:
+        text = f"field {FIELD} of partition {partition}, row {index} cannot be {what}: {fault}"
+        if isinstance(fault, NewerRowError):
             text = f"{text} ({whoami()})"
             coverage.note(text)
-        raise TransferError(text) from exc
+        return TransferError(text)
+
+    return Restated(RowFormatError, named)
 
 
 def _step(metadata: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 from relax_tq_rdma import accounting
 from relax_tq_rdma.accounting import Direction, Path
 from relax_tq_rdma.staging import retry
-from relax_tq_rdma.staging.errors import GONE, NO_SPACE, OK, StoreFault, meaning
+from relax_tq_rdma.staging.errors import GONE, NO_SPACE, OK, Restated, StoreFault, meaning
 from relax_tq_rdma.staging.regions import Regions
 from relax_tq_rdma.staging.segment import LARGE_PUT_BYTES, Segment
 from relax_tq_rdma.staging.store import CheckedStore
@@ -30,15 +30,9 @@ class Buffer(Protocol):
     def data_ptr(self) -> int: ...
 
 
-@contextmanager
-def about(keys: Sequence[str]) -> Iterator[None]:
+def about(keys: Sequence[str]) -> Restated[StoreFault]:
     """A fault inside the block that names no keys is about these."""
-    try:
-        yield
-    except StoreFault as fault:
-        if not fault.keys:
-            raise fault.about(keys) from fault.__cause__
-        raise
+    return Restated(StoreFault, lambda fault: fault if fault.keys else fault.about(keys))
 
 
 @contextmanager
