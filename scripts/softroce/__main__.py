@@ -96,9 +96,7 @@ def _run(built: image.Image, nodes: int, commands: list[list[str]], limit: float
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
-        # What is slow to import under emulation and not needed: pytest's plugins, torch's compiler.
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTHONPATH": str(host.ROOT / "tests" / "fast_start"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # each of them is slow to import under emulation
         "COLUMNS": "120",
         # What a process of a job takes, so that several fit into a guest.
         "RTQ_SEGMENT_MB": "128",
