@@ -55,12 +55,14 @@ def open_row(row: Tensor | memoryview) -> Row:
     return Row(view, parse_frame(view, len(view)))
 
 
-def open_pieces(pieces: Sequence[Tensor | memoryview]) -> Row:
-    """As :func:`open_row`, for a row in host memory that is cut into pieces (``ColumnPlan.pieces``)."""
-    if len(pieces) == 1:
-        return open_row(pieces[0])
-    views = tuple(map(_view, pieces))
-    return Row(views, parse_frame(views[0] if views else memoryview(b""), sum(map(len, views))))
+def open_pieces(pieces: Sequence[Tensor | memoryview | bytes]) -> Row:
+    """As :func:`open_row`, for a row in host memory that is cut into pieces (``ColumnPlan.pieces``).
+
+    Pieces of ``bytes`` are small and cannot be written to: they are copied, so that the others need not be.
+    """
+    views = tuple(memoryview(bytearray(piece)) if isinstance(piece, bytes) else _view(piece) for piece in pieces)
+    frame = parse_frame(views[0] if views else memoryview(b""), sum(map(len, views)))
+    return Row(views[0] if len(views) == 1 else views, frame)
 
 
 def _checked(row: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ CARRIER_KEY = "RTQ1"
 
 
 class SimpleCarrier(PayloadMixin):
-    """Rows in SimpleStorage: each a dict with a list of byte tensors, the large ones over the caller's own memory."""
+    """Rows in SimpleStorage: each a dict with a list of pieces, the large ones over the caller's own memory."""
 
     def _carry(self, plan: ColumnPlan) -> list[Any]:
         return [

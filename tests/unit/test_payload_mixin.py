@@ -37,22 +37,36 @@ pytestmark = pytest.mark.tq_versions
 
 
 class Unit:
-    """A storage unit that several managers share. ``reads``: global indexes asked for, one list a request."""
+    """A storage unit that several managers share.
+
+    ``reads``: global indexes asked for, one list a request. ``parts``: of each message, how many buffers it carries
+    beside its head.
+    """
 
     def __init__(self) -> None:
         self.data = StorageUnitData()
         self.reads: list[list[int]] = []
+        self.parts: list[int] = []
         self.stored_bytes = 0
 
     def put(self, columns: dict[str, list[Any]], indexes: list[int]) -> None:
         frames = [bytes(frame) for frame in serial_utils.encode(columns)]
         self.stored_bytes += sum(map(len, frames))
+        self.parts.append(len(frames) - 1)
         self.data.put_data(serial_utils.decode(frames), indexes)
 
     def get(self, fields: list[str], indexes: list[int]) -> dict[str, list[Any]]:
         self.reads.append(indexes)
-        answer = self.data.get_data(fields, indexes)
-        return serial_utils.decode([bytearray(frame) for frame in serial_utils.encode(answer)])
+        frames = serial_utils.encode(self.data.get_data(fields, indexes))
+        self.parts.append(len(frames) - 1)
+        return serial_utils.decode([bytearray(frame) for frame in frames])
+
+    def flip(self, index: int, at: int, bits: int = 1) -> None:
+        """Damage one byte of a stored row's first piece."""
+        pieces = self.data.field_data[FIELD][index][CARRIER_KEY]
+        damaged = bytearray(pieces[0] if isinstance(pieces[0], bytes) else pieces[0].numpy())
+        damaged[at] ^= bits
+        pieces[0] = bytes(damaged)
 
 
 class _Upstream:
@@ -85,6 +99,10 @@ class Manager(accounting.AccountingMixin, SimpleCarrier, _Upstream):
         super().__init__(unit)
 
 
+LARGE = PIECE_BYTES // 4
+"""Values of a picture that is a piece by itself."""
+
+
 def meta(indexes: list[int], partition: str = "train_1") -> BatchMeta:
     schema = {FIELD: {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}}
     return BatchMeta(global_indexes=list(indexes), partition_ids=[partition] * len(indexes), field_schema=schema)
@@ -107,9 +125,9 @@ def picture(seed: int, size: int = 4096) -> dict[str, Any]:
     return {"pixel_values": torch.rand(size, generator=made), "image_grid_thw": torch.tensor([[1, 2, seed]])}
 
 
-def group(seed: int, copies: int = 8) -> list[dict[str, Any]]:
+def group(seed: int, copies: int = 8, size: int = 4096) -> list[dict[str, Any]]:
     """One picture and deep copies of it, as a host makes them (FC-46)."""
-    first = picture(seed)
+    first = picture(seed, size)
     return [first, *(copy.deepcopy(first) for _ in range(copies - 1))]
 
 
@@ -136,13 +154,29 @@ def test_every_kind_of_row_comes_back_as_it_went_in() -> None:
 
 def test_rows_are_carried_as_bytes_and_the_column_keeps_name_and_schema() -> None:
     unit = Unit()
-    values = [picture(1), None, {}, {"pixel_values": torch.rand(PIECE_BYTES), "grid": torch.ones(1)}]
-    put(Manager(unit), values)
+    put(Manager(unit), [picture(1, 100), None, {}, picture(1), picture(1, LARGE)])
     assert list(unit.data.field_data) == [FIELD]
     carried = list(unit.data.field_data[FIELD].values())
-    assert [list(row) for row in carried] == [[CARRIER_KEY]] * 4
-    assert [len(row[CARRIER_KEY]) for row in carried] == [1, 1, 1, 3]  # a large tensor is a piece by itself
-    assert {piece.dtype for row in carried for piece in row[CARRIER_KEY]} == {torch.uint8}
+    assert [list(row) for row in carried] == [[CARRIER_KEY]] * 5
+    assert [list(map(type, row[CARRIER_KEY])) for row in carried] == [
+        [bytes],
+        [bytes],
+        [bytes],
+        [torch.Tensor],  # too much for the head of a message
+        [bytes, torch.Tensor, bytes],  # a large tensor is a piece by itself
+    ]
+
+
+def test_only_a_large_tensor_is_a_message_part() -> None:
+    unit = Unit()
+    values = [picture(1, 100), None, *group(2, 8, LARGE), {"a": torch.ones(LARGE), "b": torch.ones(LARGE)}]
+    everything = list(range(len(values)))
+    put(Manager(unit, normalize_multimodal=False), values)
+    put(Manager(unit), values)
+    get(Manager(unit), everything)
+    put(Manager(unit, dedup_multimodal=True), values)
+    assert same(get(Manager(unit), everything), values)
+    assert unit.parts == [2 + 8 * 2 + 2, 8 + 2, 8 + 2, 1 + 2, 1 + 2]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
@@ -213,7 +247,7 @@ def test_a_damaged_row_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     unit = Unit()
     manager = Manager(unit)
     put(manager, [picture(1), picture(2)], [7, 8])
-    unit.data.field_data[FIELD][8][CARRIER_KEY][0][20] ^= 1
+    unit.flip(8, 20)
     with pytest.raises(TransferError, match=r"field multimodal_train_inputs of partition train_1, row 8 .*crc32c"):
         get(manager, [7, 8])
 
@@ -224,8 +258,7 @@ def test_the_payload_checksum_is_an_option_and_finds_a_flipped_bit(monkeypatch: 
     manager = Manager(unit)
     put(manager, [picture(1)])
     assert same(get(manager, [0]), [picture(1)])
-    (row,) = unit.data.field_data[FIELD][0][CARRIER_KEY]
-    row[len(row) // 2] ^= 1
+    unit.flip(0, 8192)
     with pytest.raises(TransferError, match="payload is damaged"):
         get(manager, [0])
 
@@ -481,7 +514,7 @@ def test_the_cache_is_bounded_and_what_does_not_fit_is_read_again(monkeypatch: p
 def test_a_flipped_bit_of_the_magic_is_an_error_not_a_raw_row(bit: int) -> None:
     unit = Unit()
     put(Manager(unit), [picture(1)])
-    unit.data.field_data[FIELD][0][CARRIER_KEY][0][bit // 8] ^= 1 << bit % 8
+    unit.flip(0, bit // 8, 1 << bit % 8)
     with pytest.raises(TransferError, match="partition train_1, row 0 cannot be decoded"):
         get(Manager(unit), [0])
 
@@ -491,7 +524,7 @@ def test_a_row_of_a_later_format_is_refused_with_the_name_of_this_process(monkey
     monkeypatch.setattr(coverage, "note", noted.append)
     unit = Unit()
     put(Manager(unit), [picture(1)])
-    unit.data.field_data[FIELD][0][CARRIER_KEY][0][3] = ord("2")
+    unit.flip(0, 3, ord("1") ^ ord("2"))
     with pytest.raises(TransferError) as refused:
         get(Manager(unit), [0])
     assert str(refused.value) == (
@@ -501,7 +534,9 @@ def test_a_row_of_a_later_format_is_refused_with_the_name_of_this_process(monkey
     assert noted == [str(refused.value)], "and relax-tq-rdma status names it"
 
 
-@pytest.mark.parametrize("pieces", [[], [None], [torch.zeros(0, dtype=torch.uint8)], ["RTQ1"], [torch.ones(80)]])
+@pytest.mark.parametrize(
+    "pieces", [[], [None], [torch.zeros(0, dtype=torch.uint8)], [b""], ["RTQ1"], [b"RTQ1"], [torch.ones(80)]]
+)
 def test_a_malformed_carrier_is_a_named_error(pieces: list[Any]) -> None:
     unit = Unit()
     put(Manager(unit), [picture(1)])
@@ -570,11 +605,10 @@ def test_a_source_that_arrives_damaged_is_not_kept(monkeypatch: pytest.MonkeyPat
     unit = Unit()
     manager = Manager(unit, dedup_multimodal=True)
     put(manager, group(1, 4))
-    (row,) = unit.data.field_data[FIELD][0][CARRIER_KEY]
-    row[-200] ^= 1
+    unit.flip(0, -200)
     with pytest.raises(TransferError, match=r"row 0 cannot be decoded.*payload is damaged"):
         get(manager, [2])
-    row[-200] ^= 1
+    unit.flip(0, -200)
     assert same(get(manager, [2, 3]), [picture(1)] * 2)
 
 
@@ -617,7 +651,7 @@ def test_a_failed_get_and_a_failed_put_count_nothing(
     unit = Unit()
     manager = Manager(unit)
     put(manager, [picture(1)])
-    unit.data.field_data[FIELD][0][CARRIER_KEY][0][-200] ^= 1
+    unit.flip(0, -200)
     with pytest.raises(TransferError):
         get(manager, [0])
 

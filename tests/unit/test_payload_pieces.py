@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from relax_tq_rdma.payload import RowFormatError, explain, open_pieces, plan_column
 from relax_tq_rdma.payload import encode as encoding
+from relax_tq_rdma.payload.encode import Piece
 from tests.payload_cases import EXAMPLES, FITS, rows, strict
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -32,14 +33,21 @@ def picture() -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.rand(16, 12), "image_grid_thw": torch.tensor([[1, 4, 4]]), "flag": torch.tensor(True)}
 
 
+def as_bytes(piece: Piece) -> bytes:
+    return piece if isinstance(piece, bytes) else piece.numpy().tobytes()
+
+
 @pytest.mark.parametrize("name", FITS)
 @pytest.mark.parametrize("checksum", [False, True])
-def test_the_pieces_are_the_row(name: str, checksum: bool) -> None:
+@pytest.mark.parametrize("inline", [0, encoding.INLINE_BYTES])
+def test_the_pieces_are_the_row(name: str, checksum: bool, inline: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "INLINE_BYTES", inline)
     row = FITS[name]()
     plan = plan_column([row], checksum=checksum)
     pieces = plan.pieces(0)
     (joined,) = plan.write([0], encoding.ordinary_memory(plan.nbytes(0)))
-    assert torch.equal(torch.cat(pieces), joined)
+    assert b"".join(map(as_bytes, pieces)) == as_bytes(joined)
+    assert all(len(piece) <= inline for piece in pieces if isinstance(piece, bytes))
     opened = open_pieces(pieces)
     assert opened.nbytes == plan.nbytes(0)
     assert opened.payload_bytes == plan.payload_bytes(0)
@@ -52,11 +60,26 @@ def test_a_large_tensor_is_never_copied_and_small_things_ride_together() -> None
     head, pixels, grid, tail = plan_column([row]).pieces(0)
     assert pixels.data_ptr() == row["pixel_values"].data_ptr()
     assert grid.data_ptr() == row["image_grid_thw"].data_ptr()
-    assert bytes(tail.tolist()).strip(b"\0") == b"\x01"
+    assert (type(head), type(tail)) == (bytes, bytes)
+    assert tail.strip(b"\0") == b"\x01"
     decoded = open_pieces([head, pixels, grid, tail]).decode()
     assert decoded is not None
     assert decoded["pixel_values"].data_ptr() == pixels.data_ptr()
     assert decoded["pixel_values"].untyped_storage().nbytes() == 16 * 12 * 4
+
+
+def test_what_comes_from_a_byte_string_can_be_written_to_and_the_string_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "PIECE_BYTES", 512)
+    head, pixels, tail = plan_column([picture()]).pieces(0)
+    before = bytes(bytearray(tail))
+    decoded = open_pieces([head, pixels, tail]).decode()
+    assert decoded is not None
+    assert decoded["pixel_values"].data_ptr() == pixels.data_ptr(), "the large one is still not copied"
+    decoded["image_grid_thw"].fill_(7)
+    decoded["flag"].logical_not_()
+    assert tail == before
+    assert decoded["image_grid_thw"].tolist() == [[7, 7, 7]]
+    assert decoded["image_grid_thw"].untyped_storage().nbytes() == 3 * 8
 
 
 def test_a_decoded_tensor_costs_its_own_bytes_to_pickle_and_save() -> None:
@@ -71,15 +94,15 @@ def test_a_decoded_tensor_costs_its_own_bytes_to_pickle_and_save() -> None:
 def test_read_only_arrays_are_copied_because_a_tensor_could_be_written() -> None:
     frozen = np.arange(100, dtype=np.uint8)
     frozen.flags.writeable = False
-    pieces = plan_column([{"x": frozen}]).pieces(0)
-    for piece in pieces:
-        piece.fill_(7)
+    _, piece, _ = plan_column([{"x": frozen}]).pieces(0)
+    piece.fill_(7)
     assert frozen.tolist() == list(range(100))
 
 
 def test_copies_are_independent_of_the_pieces() -> None:
-    pieces = plan_column([picture()]).pieces(0)
-    pieces = [piece.clone() for piece in pieces]
+    pieces = [
+        torch.frombuffer(bytearray(as_bytes(piece)), dtype=torch.uint8) for piece in plan_column([picture()]).pieces(0)
+    ]
     opened = open_pieces(pieces)
     before, copied = opened.decode(copy=True), opened.copied()
     for piece in pieces:
@@ -111,22 +134,24 @@ def test_pieces_that_are_missing_doubled_or_out_of_order_are_refused() -> None:
 
 def test_a_checksum_is_checked_over_pieces_too() -> None:
     (whole,) = plan_column([picture()], checksum=True).pieces(0)
-    cut = [whole[:-128].clone(), whole[-128:].clone()]
-    assert strict(open_pieces(cut).decode(), open_pieces([whole]).decode())
+    cut = [whole[:-128], bytearray(whole[-128:])]
+    assert strict(open_pieces(list(map(bytes, cut))).decode(), open_pieces([whole]).decode())
     cut[1][5] ^= 1
     with pytest.raises(RowFormatError, match="payload is damaged"):
-        open_pieces(cut).decode()
+        open_pieces(list(map(bytes, cut))).decode()
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(rows(), st.lists(st.floats(0, 1), max_size=4))
-def test_any_row_cut_anywhere_is_right_or_refused(row: object, cuts: list[float]) -> None:
+@given(rows(), st.lists(st.floats(0, 1), max_size=4), st.integers(0, 31))
+def test_any_row_cut_anywhere_is_right_or_refused(row: object, cuts: list[float], strings: int) -> None:
+    """``strings``: which pieces are byte strings, a bit each."""
     if explain(row) is not None:
         return
     plan = plan_column([row])
     (joined,) = plan.write([0], encoding.ordinary_memory(plan.nbytes(0)))
     places = sorted({0, len(joined), *(int(cut * len(joined)) for cut in cuts)})
-    pieces = [joined[start:end] for start, end in pairwise(places)]
+    tensors = [joined[start:end] for start, end in pairwise(places)]
+    pieces = [as_bytes(tensor) if strings >> at & 1 else tensor for at, tensor in enumerate(tensors)]
     try:
         decoded = open_pieces(pieces).decode()
     except RowFormatError as exc:

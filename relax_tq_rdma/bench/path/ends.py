@@ -142,14 +142,16 @@ class ManagerEnd:
             name, config = backend_config(_plain(self._case), self._setup, "", produces=False)
             self._plain = tq_bare.client(f"bench-{self._case.name}-plain", self._controller, name, config)
         rows = list(self._plain.get_data(self._meta)[FIELD])
-        return sum(map(_tensor_bytes, rows)), sum(set(row) == {"RTQ1"} for row in rows)
+        return sum(map(_stored_bytes, rows)), sum(set(row) == {"RTQ1"} for row in rows)
 
 
-def _tensor_bytes(value: Any) -> int:
-    """Of all tensors in dicts and lists."""
+def _stored_bytes(value: Any) -> int:
+    """Of all tensors and byte strings in dicts and lists."""
     if isinstance(value, dict):
         value = list(value.values())
-    return sum(map(_tensor_bytes, value)) if isinstance(value, list) else int(value.nbytes)
+    if isinstance(value, list):
+        return sum(map(_stored_bytes, value))
+    return len(value) if isinstance(value, bytes) else int(value.nbytes)
 
 
 def _plain(case: Case) -> Case:
