@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from relax_tq_rdma.payload.build import DeviceBuilder, HostBuilder, PiecesBuilder
-from relax_tq_rdma.payload.encode import Allocator, ordinary_memory
+from relax_tq_rdma.payload.encode import Allocator, Piece, ordinary_memory
 from relax_tq_rdma.payload.format import (
     Frame,
     Header,
@@ -55,14 +55,23 @@ def open_row(row: Tensor | memoryview) -> Row:
     return Row(view, parse_frame(view, len(view)))
 
 
-def open_pieces(pieces: Sequence[Tensor | memoryview | bytes]) -> Row:
+def open_pieces(pieces: Sequence[Piece]) -> Row:
     """As :func:`open_row`, for a row in host memory that is cut into pieces (``ColumnPlan.pieces``).
 
     Pieces of ``bytes`` are small and cannot be written to: they are copied, so that the others need not be.
     """
-    views = tuple(memoryview(bytearray(piece)) if isinstance(piece, bytes) else _view(piece) for piece in pieces)
+    views = tuple(map(_piece_view, pieces))
     frame = parse_frame(views[0] if views else memoryview(b""), sum(map(len, views)))
     return Row(views[0] if len(views) == 1 else views, frame)
+
+
+def _piece_view(piece: Piece) -> memoryview:
+    if isinstance(piece, bytes):
+        return memoryview(bytearray(piece))
+    if isinstance(piece, np.ndarray) and piece.dtype == np.uint8:
+        return _flat_view(piece.data)
+    found = f"an array of {piece.dtype}" if isinstance(piece, np.ndarray) else f"a {type(piece).__name__}"
+    raise RowFormatError(f"a piece of a row is bytes or a uint8 array, this is {found}")
 
 
 def _checked(row: Tensor) -> Tensor:

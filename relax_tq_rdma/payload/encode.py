@@ -39,7 +39,7 @@ INLINE_BYTES = 16 * 1024
 """Packed bytes up to here are ``bytes``, which a message holds in its head: for a row's header alone a tenth of what a
 part of its own costs, at this size about as much (5 against 41 us, 42 against 49)."""
 
-Piece = Union[Tensor, bytes]  # noqa: UP007
+Piece = Union[Bytes, bytes]  # noqa: UP007
 
 _ZEROS = bytes(ALIGN)
 _SMALL = 1 << 18  # up to here one memmove beats torch's dispatch, 0.9 against 4 us for a small tensor
@@ -151,7 +151,7 @@ class ColumnPlan:
         """A row cut so that its large tensors need not be copied: the bytes of the pieces in order are the row.
 
         The first one holds the whole header. A large tensor that is contiguous in host memory is a piece by itself, a
-        1-D uint8 view of the caller's memory; what lies between is packed, into ``bytes`` where it is little. A row
+        1-D uint8 array over the caller's memory; what lies between is packed, into ``bytes`` where it is little. A row
         with a checksum is packed whole.
         """
         plan, frame = self._plans[ordinal], self._frames[ordinal]
@@ -167,7 +167,7 @@ class ColumnPlan:
             if nbytes < PIECE_BYTES:
                 packed += leaf_bytes(source).data
                 continue
-            pieces += [_packed(packed), _tensor_of(leaf_bytes(source))] if packed else [_tensor_of(leaf_bytes(source))]
+            pieces += [_packed(packed), leaf_bytes(source)] if packed else [leaf_bytes(source)]
             packed, at = bytearray(), begin + nbytes
         packed += bytes(self.nbytes(ordinal) - at - len(packed))
         return [*pieces, _packed(packed)] if packed else pieces
@@ -255,13 +255,7 @@ def encode_rows(
 
 
 def _packed(data: bytearray | Bytes) -> Piece:
-    return bytes(data) if len(data) <= INLINE_BYTES else _tensor_of(data)
-
-
-def _tensor_of(data: bytearray | Bytes) -> Tensor:
-    """A uint8 tensor over the data; over a copy where it cannot be written, because a tensor always can."""
-    array = np.frombuffer(data, np.uint8)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    return bytes(data) if len(data) <= INLINE_BYTES else np.frombuffer(data, np.uint8)
 
 
 def ordinary_memory(nbytes: int) -> Tensor:
