@@ -107,9 +107,12 @@ integration() {
 
 host() { with_second_try host tests/host -m "not host_full" "$@"; }
 
-# Both in one queue, so that no core is idle at the end of the first.
+# Both in one queue, a file of each in turn: a job of the host keeps both cores busy, of the others many wait.
 host_and_integration() {
-  with_second_try host+integration tests/host tests/integration -m "not host_full" "$@"
+  local files
+  mapfile -t files < <(paste -d '\n' <(printf '%s\n' tests/host/test_*.py) <(printf '%s\n' tests/integration/test_*.py) |
+    grep .)
+  with_second_try host+integration "${files[@]}" -m "not host_full" "$@"
   on_old_transfer_queue "$@"
 }
 

@@ -24,6 +24,7 @@ TOOLS = (
     "mkdir",
     "mv",
     "nice",
+    "paste",
     "rm",
     "sed",
     "sha256sum",
