@@ -29,6 +29,7 @@ from relax_tq_rdma.staging.connect import client_config, staging_bytes
 from relax_tq_rdma.staging.counts import StagingCounts
 from relax_tq_rdma.staging.devices import DeviceStaging
 from relax_tq_rdma.staging.errors import MASTER_SILENT, Restated, StoreFault
+from relax_tq_rdma.staging.gate import Gate, inside
 from relax_tq_rdma.staging.parcels import Parcel, parcel, room_for, write_all
 from relax_tq_rdma.staging.places import Place, unpack
 from relax_tq_rdma.staging.regions import Regions
@@ -41,6 +42,9 @@ from relax_tq_rdma.staging.turns import Turns
 from relax_tq_rdma.staging.values import Meta, Value
 
 logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 10.0
+"""How long a close waits for calls that are running; longer ones keep their segment until the master drops it."""
 
 _FAST: Path = "fast"
 _SLOW: Path = "slow"
@@ -66,7 +70,7 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             StartError: Mooncake cannot be imported, its master cannot be reached, or set-up fails.
         """
         self._store: Any = None
-        self._closing = threading.Lock()
+        self._closing, self._gate = threading.Lock(), Gate()
         section = read_section(config)[0]
         assert section is not None  # __new__ saw to that
         self._job = section.job
@@ -92,6 +96,7 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             master=section.master,
             wait_limit=env.seconds(env.STORE_WAIT_SECONDS),
             turns=Turns(self.protocol),
+            gate=self._gate,
         )
         self._staging = Staging(
             self._transfer,
@@ -100,6 +105,7 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             budget=section.settings.batch_bytes_budget,
         )
 
+    @inside
     def put(self, keys: list[str], values: list[Any]) -> list[Meta]:
         """Store values under a new generation.
 
@@ -112,7 +118,6 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             What readers need of each value, for ``custom_backend_meta``. A put that raises leaves nothing in the store,
             as far as the store still answers.
         """
-        self._check_open()
         if len(keys) != len(values):
             raise ValueError(f"{len(keys)} keys for {len(values)} values")
         if len(set(keys)) != len(keys):
@@ -140,6 +145,7 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
         self._staging.report()
         return [{**generation, **metas[one.position]} for one in every]
 
+    @inside
     def get(
         self,
         keys: list[str],
@@ -160,7 +166,6 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             Tensors, :class:`~relax_tq_rdma.staging.rows.EncodedRow` for what was put as planned rows, and objects.
             Memory that the staging pool has lent goes back when the last view of it is gone.
         """
-        self._check_open()
         every = self._named(keys, custom_backend_meta)
         unknown = [one.key for one in every if not one.is_known]
         if unknown:
@@ -189,19 +194,19 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
         self._staging.report()
         return [results[one.position] for one in every]
 
+    @inside
     def expect(self, keys: list[str], custom_backend_meta: list[Meta | None]) -> None:
         """See that the values in the store have the size that their metas say, where a reader made these up itself.
 
         :meth:`get` takes memory for what a meta says, and this one comes from a row that refers to another.
         """
-        self._check_open()
         every = self._named(keys, custom_backend_meta)
         with _naming(every):
             self._transfer.expect([one.stored for one in every], [one.nbytes for one in every])
 
+    @inside
     def clear(self, keys: list[str], custom_backend_meta: list[Meta | None] | None = None) -> None:
         """Remove values. What is gone already or was never put is fine; what stays although it should not, raises."""
-        self._check_open()
         every = [one for one in self._named(keys, custom_backend_meta) if one.is_known]
         jobs = [partial(self._remove, some) for some in cut(every)]
         with _naming(every):
@@ -221,11 +226,15 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
     def close(self) -> None:
         """Unmount this process's segment and leave the store. Further calls do nothing.
 
+        What other threads do at the moment ends first, within :data:`CLOSE_SECONDS`: a put that waits for room fails.
         What the staging pool has lent stays readable.
         """
         with self._closing:
-            if self._store is not None:
-                super().close()
+            if self._store is None:
+                return
+            if not self._gate.shut(CLOSE_SECONDS):
+                self._store.abandon()
+            super().close()
 
     # --- TransferQueue's own path through its GPU staging buffer; it cuts what is larger than that ------------------
 
@@ -304,12 +313,6 @@ class DataplaneMooncakeStoreClient(upstream.MooncakeStoreClient):  # type: ignor
             except TransferError as fault:
                 logger.warning("part of a failed put may stay in the store: %s", fault)
                 return
-
-    def _check_open(self) -> None:
-        if self._store is None:
-            raise StoreFault(
-                "the connection to the Mooncake store is closed", "init TransferQueue again before using it"
-            )
 
 
 def _naming(values: Sequence[Value]) -> Restated[StoreFault]:

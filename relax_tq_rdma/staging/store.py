@@ -120,6 +120,10 @@ class CheckedStore:
         """The name this process's own segments go by."""
         return str(self._native.get_hostname())
 
+    def abandon(self) -> None:
+        """A call is still running: :meth:`close` must leave the native store alone."""
+        self._abandoned = True
+
     def close(self) -> None:
         """Unmount, and free everything. Does nothing in a forked child.
 
@@ -128,7 +132,7 @@ class CheckedStore:
         if os.getpid() != self._pid:
             return
         if self._abandoned:
-            logger.warning("a store call never returned; its segment is left to the master's time limit")
+            logger.warning("a store call has not returned; this process's segment is left to the master's time limit")
             return
         code = self._code(self._native.close())
         if code != OK:

@@ -13,6 +13,7 @@ from relax_tq_rdma import accounting
 from relax_tq_rdma.accounting import Direction, Path
 from relax_tq_rdma.staging import retry
 from relax_tq_rdma.staging.errors import GONE, NO_SPACE, OK, Restated, StoreFault, meaning
+from relax_tq_rdma.staging.gate import Gate
 from relax_tq_rdma.staging.regions import Regions
 from relax_tq_rdma.staging.segment import LARGE_PUT_BYTES, Segment
 from relax_tq_rdma.staging.store import CheckedStore
@@ -76,6 +77,8 @@ class Transfer:
     wait_limit: float
     """Seconds a put waits for room, or for a dead process's segment to be dropped."""
     turns: Turns
+    gate: Gate
+    """Once it is shut, nothing more is tried."""
 
     def write(self, keys: Sequence[str], buffers: Sequence[Buffer], path: Path) -> None:
         """Store each buffer. May also raise :class:`~relax_tq_rdma.staging.regions.Overlap`: then write a copy.
@@ -188,6 +191,7 @@ class Transfer:
         tries, began = 0, time.monotonic()
         while left:
             with about([one[0] for one in left]):
+                self.gate.check()
                 failed = attempt([one[0] for one in left], [one[1] for one in left], [one[2] for one in left])
             left = [one for one in left if one[0] in failed]
             if left:

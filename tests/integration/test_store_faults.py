@@ -112,6 +112,33 @@ def test_close_leaves_no_segment_behind(start_master: StartMaster, make_client: 
     assert master.segments() == []
 
 
+def test_close_while_other_threads_put(start_master: StartMaster, make_client: MakeClient) -> None:
+    """The native store crashes the process when it is closed under a running call."""
+    master = start_master()
+    client = make_client(master)
+    client.put(["0@x"], [torch.zeros(20 * MIB, dtype=torch.uint8)])
+    told: list[str] = []
+
+    def put(no: int) -> None:
+        try:
+            while True:
+                metas = client.put([f"{no}@x"], [torch.ones(4 * MIB, dtype=torch.uint8)])
+                client.clear([f"{no}@x"], custom_backend_meta=metas)
+        except StoreFault as fault:
+            told.append(str(fault))
+
+    threads = [threading.Thread(target=put, args=(no,), daemon=True) for no in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    client.close()
+    for thread in threads:
+        thread.join(20)
+    assert len(told) == 3
+    assert all("the connection to the Mooncake store is closed" in text for text in told)
+    assert master.segments() == []
+
+
 def test_a_put_waits_for_room_that_another_thread_makes(start_master: StartMaster, make_client: MakeClient) -> None:
     client = make_client(start_master())
     held = client.put(["0@x"], [torch.zeros(40 * MIB, dtype=torch.uint8)])

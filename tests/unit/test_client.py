@@ -19,6 +19,7 @@ from transfer_queue.storage.clients import mooncake_client as upstream
 from relax_tq_rdma.errors import StartError, TransferError
 from relax_tq_rdma.payload import decode_row, plan_column
 from relax_tq_rdma.section import KEY
+from relax_tq_rdma.staging import client as client_module
 from relax_tq_rdma.staging import retry
 from relax_tq_rdma.staging.client import DataplaneMooncakeStoreClient
 from relax_tq_rdma.staging.columns import as_column
@@ -535,6 +536,87 @@ def test_memory_is_the_hosts_whatever_the_callers_default_device_is(make_client:
     assert all(map(torch.equal, column.unbind(), tensors[2:]))
     assert all(map(torch.equal, decoded, [tensors[1], tensors[0]]))
     assert got[6] == {"a": 1}
+
+
+# --- close ------------------------------------------------------------------------------------------------------------
+
+
+class _Busy:
+    """A put that another thread is in, held up inside the store."""
+
+    def __init__(self, make_client: MakeClient) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        self.store = StrictStore()
+        self.client = make_client(self.store)
+        self.client.put(["9@x"], [0])
+        self.store.plan = [self._wait]
+        self.ended: list[Any] = []
+        self._thread = threading.Thread(target=self._put, daemon=True)
+        self._thread.start()
+        assert self.began.wait(10)
+
+    def join(self) -> Any:
+        self.go_on.set()
+        self._thread.join(10)
+        return self.ended[0]
+
+    def _put(self) -> None:
+        try:
+            self.ended.append(self.client.put(["0@x"], [torch.ones(3)]))
+        except StoreFault as fault:
+            self.ended.append(fault)
+
+    def _wait(self, codes: list[int]) -> list[int]:
+        self.began.set()
+        assert self.go_on.wait(10)
+        return codes
+
+
+def test_close_waits_for_what_other_threads_do(make_client: MakeClient) -> None:
+    """The native store crashes the process when it is closed under a running call."""
+    busy = _Busy(make_client)
+    closing = threading.Thread(target=busy.client.close)
+    closing.start()
+    time.sleep(0.2)
+    assert (busy.store.closed, busy.ended) == (0, [])
+    assert isinstance(busy.join(), list)
+    closing.join(10)
+    assert busy.store.closed == 1
+    with pytest.raises(StoreFault, match="connection to the Mooncake store is closed: init TransferQueue again"):
+        busy.client.get(["9@x"], custom_backend_meta=[{"generation": "g", "packed_size": 1}])
+
+
+def test_close_does_not_wait_for_ever_and_then_leaves_the_store_alone(
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "CLOSE_SECONDS", 0.2)
+    busy = _Busy(make_client)
+    busy.client.close()
+    assert busy.store.closed == 0
+    busy.join()
+    busy.client.close()
+    assert busy.store.closed == 0
+
+
+def test_a_put_that_waits_for_room_fails_when_the_store_is_closed(make_client: MakeClient) -> None:
+    store = StrictStore()
+    client = make_client(store)
+    client.put(["9@x"], [torch.ones(17 * MIB, dtype=torch.uint8)])
+    store.plan = [fail(-200, 0)] * 10_000
+    faults: list[str] = []
+
+    def put() -> None:
+        with pytest.raises(StoreFault) as caught:
+            client.put(["0@x"], [torch.ones(17 * MIB, dtype=torch.uint8)])
+        faults.append(str(caught.value))
+
+    thread = threading.Thread(target=put, daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    client.close()
+    thread.join(10)
+    assert store.closed == 1
+    assert "field x (row 0): the connection to the Mooncake store is closed" in faults[0]
 
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
