@@ -271,7 +271,12 @@ SKIPS = 'case "$*" in *"-m pytest"*tests/rdma*) echo "=== 39 skipped in 1.0s ===
 
 @pytest.mark.parametrize(
     ("part", "env", "code"),
-    [("rdma", {}, 1), ("rdma-full", {}, 1), ("rdma", {"RTQ_RDMA_OPTIONAL": "1"}, 0)],
+    [
+        ("rdma", {}, 1),
+        ("rdma-full", {}, 1),
+        ("rdma", {"RTQ_RDMA_OPTIONAL": "0"}, 1),
+        ("rdma", {"RTQ_RDMA_OPTIONAL": "1"}, 0),
+    ],
 )
 def test_real_verbs_that_cannot_run_are_a_loud_and_counted_skip(
     tree: Tree, part: str, env: dict[str, str], code: int
@@ -309,6 +314,16 @@ def test_the_guest_runs_beside_others_and_is_shown_whole_in_its_turn(
     assert lines[lines.index("booting") : lines.index("booting") + 2] == ["booting", closing]
     assert lines.index("=== 7 passed in 0.1s ===") < lines.index("booting")
     assert ("NO TEST OF REAL VERBS HAS RUN: no qemu" in result.stderr) == (code == 77)
+
+
+def test_tests_of_two_guests_are_counted_too(tree: Tree) -> None:
+    passes = (
+        'case "$*" in *"-m scripts.softroce full"*) echo "node0| === 39 passed in 9.0s (0:00:09) ==="; exit 0;; esac'
+    )
+    tree.python(ALL_LIBRARIES_LOAD, passes, pip=UNPACKS)
+    result = tree.run("test.sh", "rdma-full")
+    assert result.returncode == 0
+    assert "tests: 39 passed, 0 failed, 0 skipped" in result.stdout
 
 
 def test_a_guest_that_fails_fails_the_run(tree: Tree) -> None:
