@@ -5,7 +5,8 @@
     python -m scripts.softroce exec [--nodes N] COMMAND...  a command, in each of N guests
     python -m scripts.softroce build                        the guest's image only
 
-Exit status: of the command; 1 when it did not come to an end or nothing was proven; 77 when no guest can run here.
+Exit status: of the command, in the first guest; 1 when it did not come to an end or nothing was proven; 77 when no
+guest can run here.
 """
 
 from __future__ import annotations
@@ -49,21 +50,30 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
-        nodes = 2 if arguments.what == "full" else getattr(arguments, "nodes", 1)
-        host.require(nodes)
-        built = image.ensure(CACHE, say)
-        if arguments.what == "build":
-            say(f"the guest is ready: {built.package}")
-            return 0
-        if arguments.what == "exec":
-            return _run(built, nodes, [arguments.command] * nodes, DEADLINES["exec"])[0] or 0
-        return _test(built, arguments.what, nodes, arguments.pytest)
+        with host.turn(CACHE, say):
+            return _do(arguments)
     except host.Unavailable as exc:
         say(f"cannot run here: {exc}")
         return UNAVAILABLE
+    except OSError as exc:
+        say(f"FAILED: {exc}")
+        return 1
     except KeyboardInterrupt:
         say("interrupted")
         return 130
+
+
+def _do(arguments: argparse.Namespace) -> int:
+    nodes = 2 if arguments.what == "full" else getattr(arguments, "nodes", 1)
+    host.require(nodes)
+    built = image.ensure(CACHE, say)
+    if arguments.what == "build":
+        say(f"the guest is ready: {built.package}")
+        return 0
+    if arguments.what == "exec":
+        rc, _ = _run(built, nodes, [arguments.command] * nodes, DEADLINES["exec"])
+        return 1 if rc is None else rc
+    return _test(built, arguments.what, nodes, arguments.pytest)
 
 
 def _test(built: image.Image, what: str, nodes: int, extra: list[str]) -> int:
@@ -87,9 +97,11 @@ def _test(built: image.Image, what: str, nodes: int, extra: list[str]) -> int:
 def _run(built: image.Image, nodes: int, commands: list[list[str]], limit: float) -> tuple[int | None, Path]:
     """Run one command a guest until the first guest's has ended; returns its exit status and that guest's folder."""
     run = CACHE / "run"
-    shutil.rmtree(run, ignore_errors=True)
+    if run.exists():
+        shutil.rmtree(run)
     ends = time.monotonic() + limit
     environment = {
+        **{name: value for name, value in os.environ.items() if name.startswith("RTQ_RDMA_")},
         "RTQ_RDMA_RESULTS": "/run/softroce",
         "RTQ_RDMA_NODES": str(nodes),
         "RTQ_RDMA_TOKEN": secrets.token_hex(16),
@@ -101,7 +113,6 @@ def _run(built: image.Image, nodes: int, commands: list[list[str]], limit: float
         # What a process of a job takes, so that several fit into a guest.
         "RTQ_SEGMENT_MB": "128",
         "RTQ_LOCAL_BUFFER_MB": "32",
-        **{name: value for name, value in os.environ.items() if name.startswith("RTQ_RDMA_")},
     }
     last = [time.monotonic()]
 
@@ -122,8 +133,7 @@ def _run(built: image.Image, nodes: int, commands: list[list[str]], limit: float
                 stack.enter_context(Guest(built, place, share, command, own, lambda line, node=node: show(node, line)))
             )
         ended = None
-        while any(guest.is_running for guest in guests):
-            time.sleep(0.2)
+        while True:
             now = time.monotonic()
             if guests[0].rc is not None or not guests[0].is_running:
                 ended = ended or now
@@ -131,11 +141,12 @@ def _run(built: image.Image, nodes: int, commands: list[list[str]], limit: float
             if problem or (ended and now - ended > _LINGER_SECONDS):
                 say(problem or "a guest did not power off by itself")
                 break
-            if ended and not guests[0].is_running and nodes > 1:
+            if not guests[0].is_running:
                 break  # the other guests only serve the first
             if now - last[0] > _QUIET_SECONDS:
                 last[0] = now
                 say(f"still running, {ends - now:.0f} s left")
+            time.sleep(0.2)
         return guests[0].rc, run / "node0"
 
 
@@ -144,8 +155,13 @@ def _problem(guests: list[Guest], ends: float) -> str:
         return "the time is over: the guest is switched off"
     if not all(host.is_running(owner) for owner in _owners):
         return "the command that started this is gone: the guest is switched off"
-    stuck = [str(at) for at, guest in enumerate(guests) if guest.is_stuck]
-    return f"guest {', '.join(stuck)} did not boot" if stuck else ""
+    for guest in guests:
+        log = (guest.share / "console.log").relative_to(host.ROOT)
+        if guest.is_stuck:
+            return f"a guest did not boot: see {log}"
+        if not guest.is_running and guest.rc is None:
+            return f"a guest has ended before its command: see {log}"
+    return ""
 
 
 def _await_wires(place: Place) -> None:
@@ -173,6 +189,8 @@ def _parse() -> argparse.Namespace:
     arguments, more = parser.parse_known_args()
     if more and arguments.what not in ("fast", "full"):
         parser.error(f"unknown arguments: {' '.join(more)}")
+    if arguments.what == "exec" and not arguments.command:
+        parser.error("exec: a command is missing")
     arguments.pytest = more
     return arguments
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shlex
@@ -36,7 +37,8 @@ class Guest:
     Args:
         image: what to boot.
         place: which guest this is.
-        share: folder that the guest can write to; it gets ``start.sh``, ``output.log``, ``rc`` and ``dmesg.log``.
+        share: folder that the guest can write to; it gets ``start.sh``, ``console.log`` (all that the guest says from
+            power-on), ``output.log``, ``rc`` and ``dmesg.log``.
         command: run in the repository's root, as root of the guest.
         environment: of the command, besides PATH and HOME.
         show: takes each line of the guest's console.
@@ -51,11 +53,12 @@ class Guest:
         environment: Mapping[str, str],
         show: Callable[[str], None],
     ) -> None:
-        self._share, self._show = share, show
+        self.share, self._show = share, show
         self.booted = threading.Event()
         (share / "start.sh").write_text(_start_script(place, command, environment))
         self._qemu = subprocess.Popen(
             _qemu_command(image, place, share),
+            cwd=share,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -82,7 +85,7 @@ class Guest:
     def rc(self) -> int | None:
         """Exit status of the command; ``None``: the guest has not got, or did not get, that far."""
         try:
-            return int((self._share / "rc").read_text())
+            return int((self.share / "rc").read_text())
         except (OSError, ValueError):
             return None
 
@@ -93,23 +96,28 @@ class Guest:
 
     def _read_console(self) -> None:
         assert self._qemu.stdout is not None
-        for raw in self._qemu.stdout:
-            line = raw.decode("utf-8", "replace").rstrip("\r\n")
-            if line.endswith(_BOOTED):  # the firmware has left control characters before it
-                self.booted.set()
-            elif self.booted.is_set() or line.startswith(("guest:", "qemu-system")):
-                self._show(line)
+        with open(self.share / "console.log", "wb", buffering=0) as log:
+            for raw in self._qemu.stdout:
+                with contextlib.suppress(OSError):  # a full disk must not block the guest
+                    log.write(raw)
+                line = raw.decode("utf-8", "replace").rstrip("\r\n")
+                if line.endswith(_BOOTED):  # the firmware has left control characters before it
+                    self.booted.set()
+                elif self.booted.is_set() or line.startswith(("guest:", "qemu-system")):
+                    self._show(line)
 
 
 _BOOTED = "softroce: booted"
 
 
 def _qemu_command(image: Image, place: Place, share: Path) -> list[str]:
+    """To be run in the shared folder: in an option a path would end at a comma, and one of a socket has 107 bytes."""
     cards = []
     server = "on" if place.node == 0 else "off"
     for at, wire in enumerate(place.wires if place.nodes > 1 else ()):
         mac = f"52:54:00:77:{at:02x}:{place.node + 1:02x}"
-        cards += ["-netdev", f"stream,id=wire{at},server={server},addr.type=unix,addr.path={wire}"]
+        path = os.path.relpath(wire, share)
+        cards += ["-netdev", f"stream,id=wire{at},server={server},addr.type=unix,addr.path={path}"]
         cards += ["-device", f"virtio-net-pci,netdev=wire{at},mac={mac}"]
     return [
         host.find("qemu-system-x86_64") or "qemu-system-x86_64",
@@ -120,7 +128,7 @@ def _qemu_command(image: Image, place: Place, share: Path) -> list[str]:
         *("-append", "console=ttyS0 quiet loglevel=3 panic=-1"),
         *("-device", "virtio-rng-pci"),
         *("-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap"),
-        *("-virtfs", f"local,path={share},mount_tag=share,security_model=none"),
+        *("-virtfs", "local,path=.,mount_tag=share,security_model=none"),
         *cards,
     ]
 

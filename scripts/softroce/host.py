@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import platform
 import shutil
 import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +28,8 @@ TOOLS = {
 
 GUEST_MEMORY_MIB = 4096
 _SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")  # not on every user's PATH
+_TURN_SECONDS = 3600.0
+_APT_SECONDS = 900.0
 
 
 class Unavailable(Exception):
@@ -33,6 +39,39 @@ class Unavailable(Exception):
 def find(tool: str) -> str | None:
     """Full path of a command."""
     return shutil.which(tool) or shutil.which(tool, path=os.pathsep.join(_SYSTEM_FOLDERS))
+
+
+@contextlib.contextmanager
+def turn(cache: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """One command at a time in a clone: image and results are in one folder.
+
+    Args:
+        cache: that folder; made when absent.
+        say: takes one line of progress.
+
+    Raises:
+        Unavailable: the folder cannot be written to, or the other command does not end.
+    """
+    ends = time.monotonic() + _TURN_SECONDS
+    with contextlib.ExitStack() as stack:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((cache / "lock").open("w"))
+        except OSError as exc:
+            raise Unavailable(f"the guest's folder cannot be written to: {exc}") from None
+        waiting = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > ends:
+                    raise Unavailable(f"another run has held {cache} for an hour: end it") from None
+            if not waiting:
+                say("another run uses the guests of this folder: waiting for its end")
+                waiting = True
+            time.sleep(0.5)
+        yield
 
 
 def require(nodes: int) -> None:
@@ -67,7 +106,13 @@ def missing_packages() -> list[str]:
 def install_packages(packages: list[str]) -> bool:
     """As the set-up does it (``install_packages`` of scripts/lib.sh); whether it worked."""
     script = 'source "$1/scripts/lib.sh"; shift; install_packages "$@"'
-    return subprocess.run(["bash", "-c", script, "softroce", str(ROOT), *packages], timeout=900).returncode == 0
+    return _succeeds(["bash", "-c", script, "softroce", str(ROOT), *packages])
+
+
+def update_package_lists() -> bool:
+    """Fetch apt's package lists where that is allowed; whether it worked."""
+    as_root = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    return _succeeds([*as_root, "apt-get", "-q", "update"])
 
 
 def available_memory_mib() -> int:
@@ -91,7 +136,8 @@ def command_processes() -> list[tuple[int, int]]:
         except OSError:
             break
         name = os.path.basename(arguments[0])
-        if name not in ("make", "gmake") and not any("scripts/" in argument for argument in arguments[:3]):
+        is_script = any("scripts/" in one or os.path.basename(one) == "test.sh" for one in arguments[:3])
+        if name not in ("make", "gmake") and not is_script:
             break
         found.append((pid, int(stat[19])))
         pid = int(stat[1])
@@ -105,6 +151,13 @@ def is_running(process: tuple[int, int]) -> bool:
     except OSError:
         return False
     return stat[0] not in ("Z", "X") and int(stat[19]) == process[1]
+
+
+def _succeeds(command: list[str]) -> bool:
+    try:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_APT_SECONDS).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def _missing_providers() -> set[str]:

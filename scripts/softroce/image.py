@@ -6,7 +6,6 @@ so a build that was cut short is never used; the next one removes what it left.
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import hashlib
 import json
@@ -57,28 +56,28 @@ def ensure(cache: Path, say: Callable[[str], None]) -> Image:
     """The image, from the cache when it is whole and its inputs are the same, else built now.
 
     Args:
-        cache: folder of images; made when absent.
+        cache: folder of images, of which this command has its :func:`~scripts.softroce.host.turn`.
         say: takes one line of progress.
 
     Raises:
-        Unavailable: the kernel package cannot be had.
+        Unavailable: the kernel package cannot be had, or there is no room for the image.
     """
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the other build has deadlines of its own
-        package = kernel_package()
-        current = cache / "image"
-        problem = what_is_wrong(current, package)
-        if problem:
-            say(f"building the guest: {problem}")
-            for leftover in cache.glob(f"{_PART}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+    package = kernel_package()
+    current = cache / "image"
+    problem = what_is_wrong(current, package)
+    if problem:
+        say(f"building the guest: {problem}")
+        for leftover in cache.glob(f"{_PART}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
             with tempfile.TemporaryDirectory(dir=cache, prefix=_PART) as part:
                 made = _build(Path(part), package, say)
                 shutil.rmtree(current, ignore_errors=True)
                 made.rename(current)
-        manifest = json.loads((current / _MANIFEST).read_text())
-        return Image(current / "vmlinuz", current / "initrd.gz", manifest["package"])
+        except OSError as exc:
+            raise Unavailable(f"the guest cannot be built: {exc}") from None
+    manifest = json.loads((current / _MANIFEST).read_text())
+    return Image(current / "vmlinuz", current / "initrd.gz", manifest["package"])
 
 
 def what_is_wrong(folder: Path, package: str) -> str:
@@ -117,17 +116,13 @@ def kernel_package() -> str:
 
 
 def _build(part: Path, package: str, say: Callable[[str], None]) -> Path:
-    if not package:
-        # The package lists of a fresh machine are empty.
-        host.install_packages(["cpio"])
+    try:
+        deb = _download(part, package, say)
+    except Unavailable:  # package lists are empty on a fresh machine, and name a kernel that is gone on an old one
+        say("fetching apt's package lists")
+        host.update_package_lists()
         package = kernel_package()
-    if not package:
-        raise Unavailable("apt knows no package linux-image-amd64: run 'sudo apt-get update' on a Debian system")
-    say(f"downloading {package} (70 MB, unpacked here and not installed)")
-    _run(["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", package], cwd=part, seconds=_DOWNLOAD_SECONDS)
-    deb = next(iter(part.glob("*.deb")), None)
-    if deb is None:
-        raise Unavailable(f"apt-get download {package} brought nothing: run 'sudo apt-get update' and try again")
+        deb = _download(part, package, say)
     tree, made = part / "kernel", part / "image"
     _run(["dpkg", "-x", str(deb), str(tree)], seconds=_DOWNLOAD_SECONDS)
     made.mkdir()
@@ -137,6 +132,17 @@ def _build(part: Path, package: str, say: Callable[[str], None]) -> Path:
     manifest = {"inputs": inputs(), "package": package, "files": files}
     (made / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     return made
+
+
+def _download(part: Path, package: str, say: Callable[[str], None]) -> Path:
+    if not package:
+        raise Unavailable("apt knows no package linux-image-amd64: run 'sudo apt-get update' on a Debian system")
+    say(f"downloading {package} (70 MB, unpacked here and not installed)")
+    _run(["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", package], cwd=part, seconds=_DOWNLOAD_SECONDS)
+    deb = next(iter(part.glob("*.deb")), None)
+    if deb is None:
+        raise Unavailable(f"apt-get download {package} brought nothing: run 'sudo apt-get update' and try again")
+    return deb
 
 
 def _make_initrd(folder: Path, tree: Path, target: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.softroce import guest, host, image, results
+from scripts.softroce import __main__, guest, host, image, results
 from scripts.softroce.guest import Guest, Place
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +103,77 @@ def test_a_build_that_fails_leaves_no_image_and_the_next_one_removes_its_rest(
     monkeypatch.setattr(image, "_build", fail)
     with pytest.raises(image.Unavailable, match="no network"):
         image.ensure(tmp_path, lambda line: None)
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(part: Path, package: str, say: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", str(part / "vmlinuz"))
+
+    monkeypatch.setattr(image, "kernel_package", lambda: "linux-image-1=1")
+    monkeypatch.setattr(image, "_build", fail)
+    with pytest.raises(image.Unavailable, match=r"the guest cannot be built: .*No space left on device.*vmlinuz"):
+        image.ensure(tmp_path, lambda line: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "listed", ["", "linux-image-1=1"], ids=["no package lists", "lists name a kernel that is gone"]
+)
+def test_a_kernel_that_cannot_be_had_is_asked_for_once_more_with_fresh_lists(
+    listed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[list[str]] = []
+
+    def run(command: list[str], **more: object) -> str:
+        done.append(command)
+        if "download" in command and command[-1] != "linux-image-2=2":
+            raise image.Unavailable("404  Not Found")
+        if "dpkg" in command:
+            raise image.Unavailable("far enough")
+        if "download" in command:
+            (tmp_path / "linux-image-2.deb").touch()
+        return ""
+
+    monkeypatch.setattr(image, "_run", run)
+    monkeypatch.setattr(host, "update_package_lists", lambda: done.append(["update"]))
+    monkeypatch.setattr(image, "kernel_package", lambda: "linux-image-2=2")
+    with pytest.raises(image.Unavailable, match="far enough"):
+        image._build(tmp_path, listed, lambda line: None)
+    asked = [command[-1] for command in done if command[-1] == "update" or "download" in command]
+    assert asked == [*([listed] if listed else []), "update", "linux-image-2=2"]
+
+
+def test_one_command_at_a_time_has_the_guests_of_a_clone(tmp_path: Path) -> None:
+    other = (
+        "import sys; from pathlib import Path; from scripts.softroce import host\n"
+        "with host.turn(Path(sys.argv[1]), print): print('mine', flush=True); input()"
+    )
+    command = [sys.executable, "-c", other, str(tmp_path / "cache")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == "mine\n"
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        process.kill()  # however it ends, the turn passes on
+
+    with host.turn(tmp_path / "cache", say):
+        assert said == ["another run uses the guests of this folder: waiting for its end"]
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()  # also root may not make a folder of it
+    with (
+        pytest.raises(host.Unavailable, match=r"the guest's folder cannot be written to: .*cache"),
+        host.turn(tmp_path / "cache", print),
+    ):
+        pass
 
 
 def test_a_machine_that_cannot_run_a_guest_is_a_skip_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +227,90 @@ def test_leaving_the_block_switches_the_guest_off(tmp_path: Path, monkeypatch: p
     assert not running.is_running
 
 
-def test_the_command_above_is_known_and_its_end_is_noticed(tmp_path: Path) -> None:
+def test_no_path_of_the_clone_is_in_an_option_that_a_comma_or_its_length_would_break(tmp_path: Path) -> None:
+    run = tmp_path / "a, b" / ("deep" * 40) / "run"
+    place = Place(1, 2, (run / "control", run / "data"))
+    options = guest._qemu_command(image.Image(run / "vmlinuz", run / "initrd.gz", ""), place, run / "node1")
+    assert [one for one in options if "a, b" in one] == [str(run / "vmlinuz"), str(run / "initrd.gz")]
+    assert "local,path=.,mount_tag=share,security_model=none" in options
+    wires = [one.rpartition("addr.path=")[2] for one in options if "addr.path=" in one]
+    assert wires == ["../control", "../data"]
+
+
+def test_a_guest_runs_in_its_folder_and_all_that_it_says_is_kept_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(guest, "_qemu_command", lambda *a: ["bash", "-c", "echo a panic; ls; echo 'guest: failed'"])
+    with Guest(None, Place(0, 1, ()), tmp_path, ["true"], {}, print) as running:  # type: ignore[arg-type]
+        running._qemu.wait(10)
+    assert (tmp_path / "console.log").read_text().splitlines() == [
+        "a panic",
+        "console.log",
+        "start.sh",
+        "guest: failed",
+    ]
+    assert capsys.readouterr().out == "guest: failed\n"  # what people see before it has booted
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command line tool with a shell in the place of qemu; its command is what the list holds."""
+    qemu: list[str] = []
+    monkeypatch.setattr(__main__, "CACHE", tmp_path / ".cache")
+    monkeypatch.setattr(host, "ROOT", tmp_path)
+    monkeypatch.setattr(__main__, "_owners", [])
+    monkeypatch.setattr(host, "require", lambda nodes: None)
+    monkeypatch.setattr(image, "ensure", lambda cache, say: image.Image(Path(), Path(), ""))
+    monkeypatch.setattr(guest, "_qemu_command", lambda *arguments: ["bash", "-c", *qemu])
+    return qemu
+
+
+@pytest.mark.parametrize(
+    ("qemu", "status", "said"),
+    [
+        ("echo 3 >rc", 3, ""),
+        ("echo 0 >rc", 0, ""),
+        ("echo qemu-system-x86_64: no such option", 1, "a guest has ended before its command: see .cache/run/node0/"),
+    ],
+)
+def test_a_command_that_did_not_come_to_an_end_is_no_success(
+    qemu: str,
+    status: int,
+    said: str,
+    runner: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runner.append(qemu)
+    monkeypatch.setattr(sys, "argv", ["softroce", "exec", "true"])
+    assert __main__.main() == status
+    assert said in capsys.readouterr().out
+
+
+def test_what_the_shell_has_left_of_a_run_on_real_nodes_does_not_reach_the_guest(
+    runner: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.append("echo 0 >rc")
+    for name, value in {"RESULTS": "/elsewhere", "TOKEN": "a secret", "SABOTAGE": "tcp"}.items():
+        monkeypatch.setenv(f"RTQ_RDMA_{name}", value)
+    monkeypatch.setattr(sys, "argv", ["softroce", "exec", "true"])
+    assert __main__.main() == 0
+    started = (tmp_path / ".cache" / "run" / "node0" / "start.sh").read_text()
+    assert "RTQ_RDMA_RESULTS=/run/softroce\n" in started
+    assert "a secret" not in started
+    assert "RTQ_RDMA_SABOTAGE=tcp\n" in started  # this one is meant for it
+
+
+@pytest.mark.parametrize(("folder", "call"), [(".", "scripts/test.sh"), ("scripts", "./test.sh")])
+def test_the_command_above_is_known_and_its_end_is_noticed(tmp_path: Path, folder: str, call: str) -> None:
     """As ``make`` -> ``scripts/test.sh`` -> runner; here a script of that name, killed the hard way."""
     script = tmp_path / "scripts" / "test.sh"
     script.parent.mkdir()
     watch = "from scripts.softroce import host; print(host.command_processes(), flush=True); input()"
     script.write_text(f'cd {ROOT}; {sys.executable} -c "{watch}"; true\n')
-    process = subprocess.Popen(["bash", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        ["bash", call], cwd=tmp_path / folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdin is not None
     ((pid, started),) = json.loads(process.stdout.readline().replace("(", "[").replace(")", "]"))
