@@ -55,6 +55,8 @@ class Image:
 def ensure(cache: Path, say: Callable[[str], None]) -> Image:
     """The image, from the cache when it is whole and its inputs are the same, else built now.
 
+    A newer kernel that cannot be had is no reason to do without the one that is there.
+
     Args:
         cache: folder of images, of which this command has its :func:`~scripts.softroce.host.turn`.
         say: takes one line of progress.
@@ -74,8 +76,12 @@ def ensure(cache: Path, say: Callable[[str], None]) -> Image:
                 made = _build(Path(part), package, say)
                 shutil.rmtree(current, ignore_errors=True)
                 made.rename(current)
-        except OSError as exc:
-            raise Unavailable(f"the guest cannot be built: {exc}") from None
+        except (OSError, Unavailable) as exc:
+            if what_is_wrong(current, package=""):
+                raise (
+                    exc if isinstance(exc, Unavailable) else Unavailable(f"the guest cannot be built: {exc}")
+                ) from None
+            say(f"going on with the kernel that is there: {exc}")
     manifest = json.loads((current / _MANIFEST).read_text())
     return Image(current / "vmlinuz", current / "initrd.gz", manifest["package"])
 

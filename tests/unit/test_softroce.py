@@ -59,15 +59,20 @@ def test_a_chosen_test_need_not_move_bytes(tmp_path: Path) -> None:
     assert results.read(share(tmp_path, packets=()), 0, wire=False).problem == ""
 
 
-@pytest.fixture
-def built(tmp_path: Path) -> Path:
+def whole_image(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
     files = {"vmlinuz": b"kernel", "initrd.gz": b"files"}
     for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    digests = {name: image._digest(tmp_path / name) for name in files}
+        (folder / name).write_bytes(content)
+    digests = {name: image._digest(folder / name) for name in files}
     manifest = {"inputs": image.inputs(), "package": "linux-image-1=1", "files": digests}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    return tmp_path
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    return whole_image(tmp_path)
 
 
 @pytest.mark.parametrize("package", ["linux-image-1=1", ""])
@@ -89,6 +94,23 @@ def test_an_image_is_built_again_when_it_or_its_inputs_changed(
     (built / "manifest.json").write_text('{"inputs": ')
     assert image.what_is_wrong(built, "") == "the one that is there cannot be read"
     assert image.what_is_wrong(tmp_path_factory.mktemp("empty"), "") == "there is none yet"
+
+
+def test_a_newer_kernel_that_cannot_be_had_leaves_the_old_one_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(part: Path, package: str, say: object) -> Path:
+        raise image.Unavailable("no network")
+
+    whole_image(tmp_path / "image")
+    monkeypatch.setattr(image, "kernel_package", lambda: "linux-image-2=2")
+    monkeypatch.setattr(image, "_build", fail)
+    said: list[str] = []
+    assert image.ensure(tmp_path, said.append).package == "linux-image-1=1"
+    assert said[-1] == "going on with the kernel that is there: no network"
+    (tmp_path / "image" / "vmlinuz").write_bytes(b"half a ker")
+    with pytest.raises(image.Unavailable, match="no network"):
+        image.ensure(tmp_path, said.append)
 
 
 def test_a_build_that_fails_leaves_no_image_and_the_next_one_removes_its_rest(
