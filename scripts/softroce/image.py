@@ -181,9 +181,9 @@ def _modules(tree: Path) -> list[Path]:
     for name in MODULES:
         modprobe = [host.find("modprobe") or "modprobe", "-d", str(tree), "-S", version, "--show-depends", name]
         for line in _run(modprobe).splitlines():
-            kind, path = line.split()[:2]
-            if kind == "insmod":
-                order[Path(path)] = None
+            found = re.match(r"insmod (.+\.ko(?:\.[a-z]+)?)", line)  # the path may have spaces, options may follow
+            if found:
+                order[Path(found[1])] = None
     return list(order)
 
 

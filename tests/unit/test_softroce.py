@@ -166,6 +166,19 @@ def test_a_kernel_that_cannot_be_had_is_asked_for_once_more_with_fresh_lists(
     assert asked == [*([listed] if listed else []), "update", "linux-image-2=2"]
 
 
+def test_modules_are_found_in_a_folder_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = tmp_path / "a clone, of mine"
+    folder = tree / "lib" / "modules" / "6.1.0-1-amd64"
+    folder.mkdir(parents=True)
+    shown = {
+        "rdma_rxe": f"insmod {folder}/ib_core.ko \ninsmod {folder}/rdma_rxe.ko \n",
+        "overlay": f"builtin overlay\ninsmod {folder}/ib_core.ko\ninsmod {folder}/overlay.ko.xz metacopy=on\n",
+    }
+    monkeypatch.setattr(image, "MODULES", tuple(shown))
+    monkeypatch.setattr(image, "_run", lambda command: shown.get(command[-1], ""))
+    assert image._modules(tree) == [folder / name for name in ("ib_core.ko", "rdma_rxe.ko", "overlay.ko.xz")]
+
+
 def test_one_command_at_a_time_has_the_guests_of_a_clone(tmp_path: Path) -> None:
     other = (
         "import sys; from pathlib import Path; from scripts.softroce import host\n"
