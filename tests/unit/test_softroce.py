@@ -182,7 +182,7 @@ def test_modules_are_found_in_a_folder_of_any_name(tmp_path: Path, monkeypatch: 
 def test_one_command_at_a_time_has_the_guests_of_a_clone(tmp_path: Path) -> None:
     other = (
         "import sys; from pathlib import Path; from scripts.softroce import host\n"
-        "with host.turn(Path(sys.argv[1]), print): print('mine', flush=True); input()"
+        "with host.turn(Path(sys.argv[1]), print): print('mine', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", other, str(tmp_path / "cache")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True)
@@ -336,7 +336,7 @@ def test_the_command_above_is_known_and_its_end_is_noticed(tmp_path: Path, folde
     """As ``make`` -> ``scripts/test.sh`` -> runner; here a script of that name, killed the hard way."""
     script = tmp_path / "scripts" / "test.sh"
     script.parent.mkdir()
-    watch = "from scripts.softroce import host; print(host.command_processes(), flush=True); input()"
+    watch = "from scripts.softroce import host; print(host.command_processes(), flush=True); open(0).read()"
     script.write_text(f'cd {ROOT}; {sys.executable} -c "{watch}"; true\n')
     process = subprocess.Popen(
         ["bash", call], cwd=tmp_path / folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
