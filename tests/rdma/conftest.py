@@ -31,20 +31,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "two_nodes: needs two nodes")
     config.addinivalue_line("markers", "breaks_devices: takes links and devices of a guest away; never on a real node")
+    config.addinivalue_line("markers", "guest_only: knows what a guest has and lacks; says nothing of a real node")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = [item for item in items if Path(__file__).parent in item.path.parents]
-    real, nodes = config.getoption("real", default=None), int(os.environ.get("RTQ_RDMA_NODES", "0"))
+    real = config.getoption("real", default=None)
+    nodes = len(read_hosts(Path(real))) if real else int(os.environ.get("RTQ_RDMA_NODES", "0"))
     for item in here:
         item.add_marker("rdma")
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))
-        if not real and not nodes:
+        if not nodes:
             item.add_marker(pytest.mark.skip(reason="needs real verbs: run make test-rdma"))
         elif real and item.get_closest_marker("breaks_devices"):
             item.add_marker(pytest.mark.skip(reason="takes devices away: only in a guest"))
-        elif item.get_closest_marker("two_nodes") and not real and nodes < 2:
+        elif real and item.get_closest_marker("guest_only"):
+            item.add_marker(pytest.mark.skip(reason="is about the guest's own device"))
+        elif item.get_closest_marker("two_nodes") and nodes < 2:
             item.add_marker(pytest.mark.skip(reason="needs two nodes: run make test-rdma-full"))
     # What needs no agent comes first: the agent imports meanwhile.
     items.sort(key=lambda item: item in here and "nodes" in getattr(item, "fixturenames", ()))
@@ -55,6 +59,8 @@ def nodes(request: pytest.FixtureRequest) -> list[TestNode]:
     """All nodes of the run, this one first, their agents ready."""
     real = request.config.getoption("real", default=None)
     if real:
+        if not os.environ.get("RTQ_RDMA_TOKEN"):
+            pytest.exit("RTQ_RDMA_TOKEN is not set: it must hold the secret of the agents", returncode=4)
         found = read_hosts(Path(real))
     else:
         number = int(os.environ["RTQ_RDMA_NODES"])
@@ -70,10 +76,14 @@ def read_hosts(path: Path) -> list[TestNode]:
     """The nodes of a hosts file.
 
     Raises:
-        pytest.UsageError: a line cannot be read.
+        pytest.UsageError: the file or a line of it cannot be read.
     """
     found = []
-    for line in path.read_text().splitlines():
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as exc:
+        raise pytest.UsageError(f"the hosts file cannot be read: {exc}") from None
+    for line in lines:
         text = line.partition("#")[0].strip()
         if not text:
             continue

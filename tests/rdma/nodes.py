@@ -15,6 +15,8 @@ from tests.rdma.agent import PORT
 from tests.rdma.channel import Caller, Gone
 
 _CONNECT_SECONDS = 5.0
+_HELLO_SECONDS = 60.0
+"""For the agent to fork, with all that it has imported, under emulation."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Process(Caller):
         self.node = node
         connection = _connect(node, {"name": name, "environment": dict(environment)})
         self.pid = int(json.loads(_line(connection))["pid"])
+        connection.settimeout(None)
         super().__init__(connection, f"process {self.pid} of {node.name}")
 
     def __enter__(self) -> Process:
@@ -121,7 +124,7 @@ def named(path: str) -> Caller:
 
 def _connect(node: TestNode, hello: dict[str, Any]) -> socket.socket:
     connection = socket.create_connection(node.agent, timeout=_CONNECT_SECONDS)
-    connection.settimeout(None)
+    connection.settimeout(_HELLO_SECONDS)
     connection.sendall(json.dumps({"token": os.environ["RTQ_RDMA_TOKEN"], **hello}).encode() + b"\n")
     return connection
 

@@ -29,7 +29,8 @@ def test_without_the_device_required_is_refused_and_auto_would_run_on_tcp(proces
     try:
         required = here.call("doctor", CALL_SECONDS, flags=list(RDMA))
         assert required["code"] == 1
-        assert "rdma_device" in str(required["said"])
+        assert "required rules out anything less: rdma_device on" in required["said"]["refusal"]
+        assert required["said"]["decision"]["backend"] is None
         auto = here.call("doctor", CALL_SECONDS, flags=[*RDMA, "--tq-rdma-mode", "auto"])
         assert auto["code"] == 0
         assert auto["said"]["decision"]["protocol"] == "tcp"
