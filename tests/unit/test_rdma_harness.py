@@ -119,7 +119,7 @@ def test_hosts_files_are_read_and_refused(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(pytest.UsageError, match="names no node"):
         read_hosts(path)
-    with pytest.raises(pytest.UsageError, match="the hosts file cannot be read: .*No such file"):
+    with pytest.raises(pytest.UsageError, match=r"the hosts file cannot be read: .*No such file"):
         read_hosts(tmp_path / "hots")
 
 
