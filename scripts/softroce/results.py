@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,9 @@ def read(share: Path, rc: int | None, *, wire: bool) -> Results:
 
 
 def _transfers(path: Path) -> list[int]:
-    if not path.exists():
-        return []
-    return [int(json.loads(line)["packets"]) for line in path.read_text().splitlines() if line.strip()]
+    """Packets of each transfer; a last line that was cut short is none."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found.append(int(json.loads(line)["packets"]))
+    return found

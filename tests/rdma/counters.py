@@ -7,18 +7,15 @@ import os
 from pathlib import Path
 
 CLASS = Path("/sys/class/infiniband")
-_COUNTERS = (("hw_counters/rcvd_pkts", 1), ("counters/port_rcv_packets", 1))
+_COUNTERS = ("hw_counters/rcvd_pkts", "counters/port_rcv_packets")
 
 
 def packets() -> int:
     """Packets received on all ports of all devices; soft-RoCE and hardware name the counter differently."""
     total = 0
     for port in sorted(CLASS.glob("*/ports/*")) if CLASS.is_dir() else ():
-        for name, unit in _COUNTERS:
-            counter = port / name
-            if counter.exists():
-                total += int(counter.read_text()) * unit
-                break
+        counter = next((path for name in _COUNTERS if (path := port / name).exists()), None)
+        total += int(counter.read_text()) if counter else 0
     return total
 
 

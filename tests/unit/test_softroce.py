@@ -51,6 +51,12 @@ def test_nothing_passes_by_accident(tmp_path: Path, rc: int | None, content: dic
     assert results.read(share(tmp_path, **content), rc, wire=True).problem == problem
 
 
+def test_a_line_that_was_cut_short_is_no_transfer(tmp_path: Path) -> None:
+    with (share(tmp_path) / results.WIRE_LOG).open("a") as log:
+        log.write('\n{"rung": "rdma", "by')
+    assert (results.read(tmp_path, 0, wire=True).grown, results.read(tmp_path, 0, wire=True).packets) == (1, 900)
+
+
 def test_a_guest_that_left_nothing_has_failed(tmp_path: Path) -> None:
     assert results.read(tmp_path, 0, wire=True).problem == "pytest left no results in the guest"
 
