@@ -19,7 +19,7 @@ import pytest
 pytestmark = pytest.mark.integration
 
 COMMAND = [sys.executable, "-m", "relax_tq_rdma.cli", "bench", "soak", "--json"]
-SMALL = ["--pool-mib", "64", "--max-row-kib", "4096", "--keep", "16", "--linger-ms", "100"]
+SMALL = ["--pool-mib", "64", "--max-row-kib", "4096", "--keep", "24", "--linger-ms", "100"]
 
 
 @contextmanager
