@@ -9,8 +9,8 @@ from typing import Any
 from tests.rdma.duties.state import STATE, manager
 
 SABOTAGE = "RTQ_RDMA_SABOTAGE"
-"""``tcp``: every member's engine is set up with TCP while everything above it believes in RDMA. Then the tests of the
-wire must fail; nothing else would tell."""
+"""``tcp``: the engine of every process of the agent is set up with TCP while everything above it believes in RDMA. Then
+no job may start, and the tests of the wire must fail."""
 
 POISON = 0xA5
 
