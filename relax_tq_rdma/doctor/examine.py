@@ -6,15 +6,15 @@ import difflib
 import os
 import socket
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass
 
 import msgspec
 
 from relax_tq_rdma import compat, env
 from relax_tq_rdma.doctor.options import Options
+from relax_tq_rdma.say import say
 from relax_tq_rdma.seams import SeamReport, reports
 from relax_tq_rdma.seams.base import installed_transfer_queue
 from relax_tq_rdma.seams.host_code import has_host
@@ -23,6 +23,7 @@ from relax_tq_rdma.seams.relax_rollout import RelaxRollout
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.summary import start_line
 from relax_tq_rdma.transport import address, running_ray
+from relax_tq_rdma.transport.bounded import if_longer
 from relax_tq_rdma.transport.decision import Refusal, decide, nodes_ok
 from relax_tq_rdma.transport.findings import unique_names
 from relax_tq_rdma.transport.probe import ProbeRequest, probe_node, with_check
@@ -235,13 +236,6 @@ def variables(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     return found
 
 
-@contextmanager
-def progress(what: str) -> Iterator[None]:
+def progress(what: str) -> AbstractContextManager[None]:
     """Say on stderr what is going on, once it takes longer than two seconds."""
-    timer = threading.Timer(_QUIET_SECONDS, lambda: print(f"doctor: {what} ...", file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return if_longer(_QUIET_SECONDS, lambda: say(f"doctor: {what} ..."))

@@ -39,6 +39,18 @@ class Background:
 
 
 @contextlib.contextmanager
+def if_longer(seconds: float, call: Callable[[], object]) -> Iterator[None]:
+    """Make a call, in a thread of its own, when the block takes longer than that."""
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
 def last_resort(limit: float) -> Iterator[None]:
     """End this process, with the stacks on stderr, when a native call keeps the GIL far beyond the limit.
 

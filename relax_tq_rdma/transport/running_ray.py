@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from relax_tq_rdma.errors import StartError, UsageError
+from relax_tq_rdma.say import say
 from relax_tq_rdma.transport import address
+from relax_tq_rdma.transport.bounded import if_longer
 from relax_tq_rdma.transport.findings import clip
 
 AUTO = "auto"
@@ -100,18 +100,11 @@ def _ray() -> Any:
     return ray
 
 
-@contextmanager
-def _ends_the_process(seconds: float, sentence: str) -> Iterator[None]:
+def _ends_the_process(seconds: float, sentence: str) -> AbstractContextManager[None]:
     """Connecting to a cluster that is gone blocks in native code for minutes: nothing but an exit ends that."""
 
     def give_up() -> None:
-        print(f"relax-tq-rdma: error: {sentence}", file=sys.stderr, flush=True)
+        say(f"relax-tq-rdma: error: {sentence}")
         os._exit(1)
 
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return if_longer(seconds, give_up)

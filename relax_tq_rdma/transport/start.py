@@ -6,10 +6,9 @@ what is left of that, and :data:`UNDO_SECONDS` more.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from relax_tq_rdma.section import JobSection
 from relax_tq_rdma.settings import Settings
 from relax_tq_rdma.summary import PREFIX, start_line
 from relax_tq_rdma.transport import events as ev
+from relax_tq_rdma.transport.bounded import if_longer
 from relax_tq_rdma.transport.config import build_conf
 from relax_tq_rdma.transport.decision import nodes_ok
 from relax_tq_rdma.transport.machine import Phase, State, step
@@ -218,15 +218,8 @@ class _Run:
         self._emit(f"{PREFIX} WARNING {fallback.from_} -> {fallback.to}: {fallback.reason} ({where})")
         self._on_fallback(fallback)
 
-    @contextmanager
-    def _progress(self, line: str) -> Iterator[None]:
-        timer = threading.Timer(PROGRESS_SECONDS, self._emit, (line,))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+    def _progress(self, line: str) -> AbstractContextManager[None]:
+        return if_longer(PROGRESS_SECONDS, lambda: self._emit(line))
 
 
 def _undo(effect: ev.Effect, port: Port, limit: float) -> ev.Event:
