@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -127,3 +128,7 @@ def test_a_cluster_that_falls_silent_ends_the_process_with_the_sentence(
     assert capsys.readouterr().err.startswith(
         "relax-tq-rdma: error: no Ray cluster answers on this machine within 0.05 s: start one"
     )
+    with open(os.devnull, "w") as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+    running_ray.join()
+    assert codes == [1, 1]  # also where nobody can be told
