@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
