@@ -104,6 +104,7 @@ def chained(theirs: Any) -> Callable[[], None]:
     """
 
     def relax_tq_rdma_worker_hook() -> None:
+        import contextlib
         import importlib
         import sys
 
@@ -116,7 +117,8 @@ def chained(theirs: Any) -> Callable[[], None]:
             # For the check of the nodes, and for the first manager, should there be one.
             sys.relax_tq_rdma_hook_failed = text  # type: ignore[attr-defined]
             said = f"[dataplane] ERROR relax-tq-rdma cannot be loaded in this process ({text})"
-            print(f"{said}: install the same version on every node", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # nobody can be told on a full disk or a closed stream
+                print(f"{said}: install the same version on every node", file=sys.stderr, flush=True)
         hook = theirs
         if isinstance(hook, str):
             module, _, name = hook.rpartition(".")

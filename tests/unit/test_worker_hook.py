@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -161,6 +162,9 @@ def test_what_goes_wrong_in_our_own_part_never_ends_a_worker(monkeypatch: pytest
     monkeypatch.setattr(sys, "relax_tq_rdma_hook_failed", "", raising=False)
     chained(None)()
     assert _question()() == {"problem": "ZeroDivisionError: division by zero"}
+    with open(os.devnull, "w") as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+    chained(None)()  # nobody can be told
 
 
 def test_a_ray_that_has_no_such_hook(monkeypatch: pytest.MonkeyPatch) -> None:
